@@ -1,0 +1,14 @@
+# bench/*.cc: one Google Benchmark program each, and a smoke run of each as a ctest test.
+find_package(benchmark CONFIG REQUIRED)
+file(GLOB shardpull_bench_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/bench/*.cc")
+shardpull_all_rooms(shardpull_bench_rooms)
+foreach(source IN LISTS shardpull_bench_sources)
+  get_filename_component(stem "${source}" NAME_WE)
+  if(NOT stem MATCHES "_bench$")
+    string(APPEND stem "_bench")
+  endif()
+  add_executable(${stem} "${source}")
+  target_link_libraries(${stem} PRIVATE ${shardpull_bench_rooms} benchmark::benchmark benchmark::benchmark_main
+                                        shardpull_settings)
+  shardpull_add_test(${stem} COMMAND ${stem} --benchmark_min_time=0.01 LABELS bench)
+endforeach()

@@ -1,0 +1,145 @@
+# Rooms: the folders of src/. Each is one static library, shardpull_<room> with slashes as underscores, made of
+# its *.cc files; the *_test.cc (and *_testing.cc, shared by tests) beside them make one test program,
+# <room>_test. Files are found by glob, so adding one needs no change here.
+
+set(shardpull_rooms "" CACHE INTERNAL "")
+
+function(shardpull_target_name room out)
+  string(REPLACE "/" "_" name "${room}")
+  set(${out} "shardpull_${name}" PARENT_SCOPE)
+endfunction()
+
+# shardpull_room(NAME [ROOMS room...] [LINK target...] [PRIVATE_LINK target...] [EXCLUDE file...] [RECURSE])
+function(shardpull_room room)
+  cmake_parse_arguments(arg "RECURSE" "" "ROOMS;LINK;PRIVATE_LINK;EXCLUDE" ${ARGN})
+  shardpull_target_name("${room}" target)
+  set(glob GLOB)
+  if(arg_RECURSE)
+    set(glob GLOB_RECURSE)
+  endif()
+  file(${glob} sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/${room}/*.cc")
+  set(test_sources ${sources})
+  list(FILTER sources EXCLUDE REGEX "_(test|testing)\\.cc$")
+  list(FILTER test_sources INCLUDE REGEX "_(test|testing)\\.cc$")
+  foreach(file IN LISTS arg_EXCLUDE)
+    list(REMOVE_ITEM sources "${PROJECT_SOURCE_DIR}/src/${room}/${file}")
+  endforeach()
+
+  set(links ${arg_LINK})
+  foreach(other IN LISTS arg_ROOMS)
+    shardpull_target_name("${other}" other_target)
+    if(TARGET ${other_target})
+      list(APPEND links ${other_target})
+    endif()
+  endforeach()
+
+  if(sources)
+    add_library(${target} STATIC ${sources})
+    target_include_directories(${target} PUBLIC "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}/src")
+    target_link_libraries(${target} PUBLIC ${links} PRIVATE ${arg_PRIVATE_LINK} shardpull_settings)
+  else()
+    add_library(${target} INTERFACE)
+    target_include_directories(${target} INTERFACE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}/src")
+    target_link_libraries(${target} INTERFACE ${links})
+  endif()
+  set_property(GLOBAL PROPERTY ${target}_test_sources "${test_sources}")
+  list(APPEND shardpull_rooms ${target})
+  set(shardpull_rooms "${shardpull_rooms}" CACHE INTERNAL "")
+endfunction()
+
+# The archive libshardpull.a, target shardpull::shardpull: the objects of all rooms declared so far.
+function(shardpull_library)
+  set(objects "")
+  foreach(room IN LISTS shardpull_rooms)
+    get_target_property(type ${room} TYPE)
+    if(type STREQUAL "STATIC_LIBRARY")
+      list(APPEND objects $<TARGET_OBJECTS:${room}>)
+    endif()
+  endforeach()
+  if(NOT objects)
+    return()
+  endif()
+  set(links fmt::fmt spdlog::spdlog Threads::Threads shardpull_xxhash)
+  if(shardpull_protos)
+    list(APPEND objects $<TARGET_OBJECTS:shardpull_proto>)
+    list(APPEND links shardpull_grpc)
+  endif()
+  add_library(shardpull STATIC ${objects})
+  add_library(shardpull::shardpull ALIAS shardpull)
+  set_target_properties(shardpull PROPERTIES LINKER_LANGUAGE CXX)
+  target_compile_features(shardpull PUBLIC cxx_std_20)
+  target_include_directories(shardpull PUBLIC "${PROJECT_SOURCE_DIR}/include")
+  target_link_libraries(shardpull PRIVATE ${links})
+endfunction()
+
+# Everything that the tests which cross rooms link.
+function(shardpull_all_rooms out)
+  set(rooms ${shardpull_rooms})
+  set(${out} "${rooms}" PARENT_SCOPE)
+endfunction()
+
+# A GoogleTest program with gmock's main, RapidCheck and the precompiled header.
+function(shardpull_gtest_program name)
+  cmake_parse_arguments(arg "" "" "SOURCES;LINK" ${ARGN})
+  add_executable(${name} ${arg_SOURCES})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests")
+  target_link_libraries(${name} PRIVATE ${arg_LINK} GTest::gmock_main rapidcheck shardpull_settings)
+  target_compile_definitions(${name} PRIVATE SHARDPULL_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+  # GoogleTest's macros and gmock's matchers want a missing-field or sign warning here and there.
+  target_compile_options(${name} PRIVATE -Wno-missing-field-initializers)
+  if(SHARDPULL_PCH)
+    if(NOT TARGET shardpull_test_pch)
+      file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/test_pch.cc" CONTENT "int shardpull_test_pch_anchor();\n")
+      add_library(shardpull_test_pch OBJECT "${CMAKE_BINARY_DIR}/test_pch.cc")
+      target_link_libraries(shardpull_test_pch PRIVATE GTest::gmock rapidcheck shardpull_settings)
+      target_compile_options(shardpull_test_pch PRIVATE -Wno-missing-field-initializers)
+      # The PCH must be made with the code model of the programs which reuse it.
+      set_target_properties(shardpull_test_pch PROPERTIES POSITION_INDEPENDENT_CODE ON)
+      target_precompile_headers(shardpull_test_pch PRIVATE
+        <gtest/gtest.h> <gmock/gmock.h> <rapidcheck.h> <rapidcheck/gtest.h>)
+    endif()
+    target_precompile_headers(${name} REUSE_FROM shardpull_test_pch)
+  endif()
+endfunction()
+
+# Registers COMMAND as the ctest test NAME. Every test gets what it may ask for in its environment, a time limit,
+# and sanitizer settings which turn a finding into a failure.
+function(shardpull_add_test name)
+  cmake_parse_arguments(arg "" "TIMEOUT;PROCESSORS" "COMMAND;LABELS" ${ARGN})
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 300)
+  endif()
+  if(NOT arg_PROCESSORS)
+    set(arg_PROCESSORS 1)
+  endif()
+  set(supp "${PROJECT_SOURCE_DIR}/tests/support")
+  set(environment
+    "SHARDPULL_SOURCE_DIR=${PROJECT_SOURCE_DIR}"
+    "SHARDPULL_BUILD_DIR=${PROJECT_BINARY_DIR}"
+    "SHARDPULL_TEST_BIN_DIR=${CMAKE_RUNTIME_OUTPUT_DIRECTORY}"
+    "SHARDPULL_BIN=${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/shardpull"
+    "SHARDPULL_SANITIZE=${SHARDPULL_SANITIZE}"
+    "SHARDPULL_TEST_RESULT=${PROJECT_BINARY_DIR}/test-results/${name}"
+    "GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/test-results/${name}.xml"
+    "PYTHONDONTWRITEBYTECODE=1"
+    "ASAN_OPTIONS=abort_on_error=0:detect_stack_use_after_return=1:strict_string_checks=1"
+    "UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1"
+    "LSAN_OPTIONS=print_suppressions=0:suppressions='${supp}/lsan.supp'"
+    "TSAN_OPTIONS=halt_on_error=1:suppressions='${supp}/tsan.supp'")
+  add_test(NAME ${name} COMMAND ${arg_COMMAND})
+  set_tests_properties(${name} PROPERTIES
+    LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT} PROCESSORS ${arg_PROCESSORS} SKIP_RETURN_CODE 77
+    ENVIRONMENT "${environment}")
+endfunction()
+
+function(shardpull_unit_tests)
+  foreach(room IN LISTS shardpull_rooms)
+    get_property(sources GLOBAL PROPERTY ${room}_test_sources)
+    if(NOT sources)
+      continue()
+    endif()
+    string(REGEX REPLACE "^shardpull_" "" short "${room}")
+    shardpull_gtest_program(${short}_test SOURCES ${sources} LINK ${room})
+    shardpull_add_test(${short}_test COMMAND ${short}_test --gtest_brief=1 LABELS unit)
+  endforeach()
+endfunction()
