@@ -1,0 +1,96 @@
+// What a trainer rank implements: the description of the whole model, what this rank holds, and the tensors themselves,
+// gather group by gather group.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "shardpull/dtype.h"
+#include "shardpull/status.h"
+
+namespace shardpull {
+
+// One checkpoint tensor: name, wire-facing dtype and GLOBAL shape. Immutable.
+struct TensorMeta {
+  std::string name;  // UTF-8
+  DType dtype = DType::kF32;
+  std::vector<std::int64_t> shape;
+  friend bool operator==(const TensorMeta&, const TensorMeta&) = default;
+};
+
+// A box in a tensor's global shape: per dim [start, start+size). Empty vectors mean the whole tensor.
+struct Box {
+  std::vector<std::int64_t> start;
+  std::vector<std::int64_t> size;
+  bool whole() const { return start.empty(); }
+  friend bool operator==(const Box&, const Box&) = default;
+};
+
+// What one rank holds of one name. Whole tensors are the common box.
+struct Piece {
+  std::uint32_t name = 0;  // index into the metadata
+  Box box;
+  std::uint32_t rank = 0;
+  friend bool operator==(const Piece&, const Piece&) = default;
+};
+
+// A view over the source's memory. Borrowed: valid and unchanged from the moment it is yielded until the group it belongs
+// to has been freed (the source is told by GroupStream::released).
+struct TensorView {
+  const std::byte* data = nullptr;      // the view's first element
+  DType dtype = DType::kF32;
+  std::vector<std::int64_t> shape;      // equals the metadata's shape (or the piece's box)
+  std::vector<std::int64_t> stride;     // in elements; may be any non-negative strides
+  const std::byte* storage = nullptr;   // start of the underlying storage (several views may share one)
+  std::uint64_t storage_bytes = 0;      // its size; decides packing (export_pack_limit)
+};
+
+// One name of a gather group as a source yields it: every name of the group has an entry, in metadata order; names this
+// rank does not hold carry no view.
+struct NamedView {
+  std::uint32_t name = 0;  // index into the metadata
+  std::optional<TensorView> view;
+};
+
+struct GroupTensors {
+  std::uint32_t group = 0;
+  std::vector<NamedView> tensors;
+};
+
+// One pass over a rank's owned groups. Destroying it is the source's closing code: it runs after the last group and on
+// every error path.
+class GroupStream {
+ public:
+  virtual ~GroupStream() = default;
+  // The next owned group in group order, or nothing at the end. Called only once credit for one more group is there; after
+  // the last group it is called once more and must give nothing. May be a collective among the group's owners.
+  virtual Result<std::optional<GroupTensors>> next() = 0;
+  // Nobody reads the views of `group` any more: its memory may be written or freed. Groups free in any order.
+  virtual void released(std::uint32_t group) { (void)group; }
+};
+
+// What one sync asks of the source.
+struct SyncRequest {
+  std::uint64_t sync_id = 0;
+  std::uint64_t version = 0;
+  std::vector<std::uint32_t> groups;  // the owned groups to yield, ascending
+};
+
+// Trainer-side source of weights. One per rank. Called from the thread that calls Trainer::send_weights, never from two
+// threads at once.
+class WeightSource {
+ public:
+  virtual ~WeightSource() = default;
+  // The WHOLE model in gather order, the same on every rank. Called once, at init.
+  virtual std::vector<TensorMeta> metadata() const = 0;
+  // The names this rank holds, by index into metadata(). Default: all of them.
+  virtual std::vector<std::uint32_t> held_names() const;
+  // Starts a pass. Views yielded must stay valid and unchanged until released(group).
+  virtual Result<std::unique_ptr<GroupStream>> iter_groups(const SyncRequest& request) = 0;
+};
+
+}  // namespace shardpull

@@ -1,0 +1,70 @@
+// Worker: one inference process's side of the engine. It bakes and plans once, then replays the plan in every sync.
+//
+//   auto worker = Worker::connect(options, model);        // bake, plan, reserve
+//   (*worker)->serve();                                   // syncs as the sender starts them, until the fleet ends
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "shardpull/bake.h"
+#include "shardpull/fleet.h"
+#include "shardpull/model.h"
+#include "shardpull/status.h"
+
+namespace shardpull {
+
+// How bytes travel: kAuto = mapped where the peers' memory can be mapped, else packed.
+enum class PathChoice : std::uint8_t { kAuto, kPacked, kMapped };
+
+struct WorkerOptions {
+  FleetOptions fleet;
+  std::uint32_t consumer = 0;                     // 0..C-1 over the whole fleet
+  std::uint32_t ring_depth = 0;                   // 0 = the fleet's; another number is refused, naming both
+  std::uint64_t max_chunk_bytes = 64ull << 20;    // 0 = off
+  PathChoice path = PathChoice::kAuto;
+  BakeOptions bake;
+  std::uint32_t copy_threads = 1;                 // >= 1
+};
+
+// Thread-compatible.
+class Worker {
+ public:
+  // Joins the fleet, bakes `model` (which must outlive the worker and be materialised before the first sync; it is
+  // materialised here if it is not), plans, reserves at every producer it pulls from. Blocks until done, bounded by
+  // connect_timeout_ms without news.
+  static Result<std::unique_ptr<Worker>> connect(const WorkerOptions& options, Model& model);
+  ~Worker();  // shutdown()
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  // Called on serve()'s thread after a commit (OK, the module bytes are `version`'s) or a failed sync (the error; the
+  // modules' states say what they hold). The next sync starts only after it returned.
+  using OnSync = std::function<void(std::uint64_t version, const Status& status, const WorkerReport& report)>;
+  // Runs syncs as the sender starts them until the fleet shuts down (OK) or the sender is lost (the error). A failed sync
+  // does not end it.
+  Status serve(const OnSync& on_sync = nullptr);
+
+  // The version the parameters hold, or an error listing the modules in a mixed state.
+  Result<std::uint64_t> version() const;
+  const Recording& recording() const;
+
+  Status send_message(const std::string& to, const std::string& topic, const std::string& body);
+
+  // Most bytes the engine itself holds beyond the parameters (receive slots).
+  std::uint64_t engine_bytes() const;
+  // The plan, printed.
+  std::string plan_summary() const;
+
+  void shutdown();  // idempotent
+
+ private:
+  struct Impl;
+  explicit Worker(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace shardpull

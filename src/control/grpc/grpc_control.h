@@ -1,0 +1,19 @@
+// gRPC control over a unix socket. The only room that includes gRPC.
+#pragma once
+
+#include <memory>
+
+#include "control/control.h"
+
+namespace shardpull {
+
+// The sender's side: serves the hub at options.address and is itself member options.self. A hello with another token,
+// software or wire version is refused, naming both sides' values. A member that connects again with another incarnation
+// replaces the old one (which is reported lost first); the same id with a live link of another incarnation is refused until
+// the old link is found dead.
+Result<std::unique_ptr<Control>> start_grpc_hub(const ControlOptions& options, ControlSink& sink);
+
+// Everybody else: connects, waiting up to connect_timeout for the hub to appear, and says hello.
+Result<std::unique_ptr<Control>> connect_grpc_control(const ControlOptions& options, ControlSink& sink);
+
+}  // namespace shardpull

@@ -1,0 +1,238 @@
+// The plan: everything one worker does in every sync, made once, from data that every process of the fleet shares.
+//
+//   metadata --form_groups--> groups --resolve_ownership--> InitTables --plan_worker(recording)--> WorkerPlan
+//
+// Pure functions: same inputs, same bytes, whatever the locale, hash seed or thread count. No I/O, no clock. The rules are
+// docs/PROTOCOL.md, "Planning". A plan can be encoded (canonical little-endian bytes), digested, summarised and explained
+// without any process of the fleet running.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shardpull/bake.h"
+#include "shardpull/dtype.h"
+#include "shardpull/slice.h"
+#include "shardpull/source.h"
+#include "shardpull/status.h"
+
+namespace shardpull {
+
+inline constexpr std::uint64_t kLayoutAlignment = 16;  // bytes; every key of a packed chunk starts on it
+
+struct Digest128 {
+  std::uint64_t low = 0, high = 0;
+  friend bool operator==(const Digest128&, const Digest128&) = default;
+};
+std::string to_string(const Digest128& digest);  // 32 hex digits
+
+// ---- gather groups ----------------------------------------------------------------------------------------------------
+
+// A run of names: [first, first + count) of the metadata. `label` is "model.layers.3" or "" for a run outside layers.
+struct GatherGroup {
+  std::uint32_t first = 0, count = 0;
+  std::string label;
+};
+
+// Cuts the name list into gather groups in order of first appearance. Refused: a duplicate name, a key that returns after
+// another group (naming the name and both places).
+Result<std::vector<GatherGroup>> form_groups(const std::vector<TensorMeta>& metadata);
+// The reference's order of a list of names: unindexed before the first indexed one; prefixes by first appearance, values
+// ascending; all other unindexed names. Returns indices into `names`.
+std::vector<std::uint32_t> normalise(const std::vector<std::string>& names);
+// Over count, names, dtypes and shapes, in order.
+Digest128 metadata_digest(const std::vector<TensorMeta>& metadata);
+
+// ---- ownership --------------------------------------------------------------------------------------------------------
+
+// What one trainer rank declares. Whole names as a bitmask over metadata order, lowest bit first, ceil(n/8) bytes; pieces
+// for names not held whole.
+struct Holding {
+  std::uint32_t rank = 0;
+  Digest128 digest;                     // metadata_digest of ITS metadata
+  std::vector<std::uint8_t> whole;
+  std::vector<Piece> pieces;
+  // Whether every tensor this rank publishes lies in memory consumers can map; false: only storages up to
+  // export_pack_limit (they are packed into export buffers) can be.
+  bool mappable = true;
+};
+
+// A box of a name and the ranks that hold it.
+struct OwnedPiece {
+  std::uint32_t name = 0;
+  Box box;
+  std::uint32_t owner_class = 0;
+  friend bool operator==(const OwnedPiece&, const OwnedPiece&) = default;
+};
+
+// Transposed ownership. Empty tables mean that everyone holds everything. name_owner_class is -1 for names held in pieces.
+struct Ownership {
+  std::vector<std::vector<std::uint32_t>> owner_sets;  // each ascending; numbered by first appearance in metadata order
+  std::vector<std::int32_t> name_owner_class;
+  std::vector<OwnedPiece> pieces;
+};
+
+// Refused, naming ranks and names: differing digests, a rank missing or twice, unknown or out-of-range held names, an empty
+// held set, a name (or part of one) that nobody holds.
+Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata, const std::vector<Holding>& holdings);
+
+// ---- init payload -----------------------------------------------------------------------------------------------------
+
+// What a consumer receives once. All tables are indexed by metadata order.
+struct InitTables {
+  std::vector<std::string> producers;  // hot-channel addresses in rank order
+  std::vector<TensorMeta> metadata;
+  std::vector<std::uint32_t> group_lens;
+  Ownership ownership;
+  std::vector<std::uint8_t> producer_mappable;  // per producer, Holding::mappable
+  std::uint32_t num_consumers = 1;              // C
+  std::uint32_t num_replicas = 1;
+  std::uint32_t workers_per_replica = 0;        // 0 = C / num_replicas
+  std::uint32_t ring_depth = 2;                 // K
+  std::uint64_t presize = 0;
+  std::uint64_t export_pack_limit = 64ull << 20;
+};
+
+// Checks every rule of the payload; the error names the field.
+Status validate(const InitTables& tables);
+
+// The owners of each group: all ranks that hold any of its names, ascending. They publish it and receive its signals.
+std::vector<std::vector<std::uint32_t>> group_owners(const InitTables& tables);
+
+// ---- routing ----------------------------------------------------------------------------------------------------------
+
+// The producers consumer `consumer` may pull from, for an owner set: the block rule, within a replica.
+std::vector<std::uint32_t> route_block(const std::vector<std::uint32_t>& owners, std::uint32_t consumer,
+                                       std::uint32_t workers_per_replica);
+
+// ---- the plan of one worker -------------------------------------------------------------------------------------------
+
+enum class Path : std::uint8_t { kPacked = 0, kMapped = 1, kDirect = 2 };
+enum class PathPolicy : std::uint8_t { kAuto, kPacked, kMapped };
+std::string_view to_string(Path path);
+
+enum class LaneKind : std::uint8_t { kRegular = 0, kRecovery = 1 };
+// A lane orders pulls: `seq mod K` names the slot.
+struct Lane {
+  std::uint32_t producer = 0;
+  std::uint32_t sharing_group = 0;  // consumer id mod workers_per_replica
+  LaneKind kind = LaneKind::kRegular;
+  friend bool operator==(const Lane&, const Lane&) = default;
+};
+
+// One fetch key of a chunk and its place in the packed layout.
+struct ChunkKey {
+  std::uint32_t name = 0;
+  std::uint32_t piece = 0;   // index into Ownership::pieces + 1, 0 = the whole tensor
+  DType wire_dtype = DType::kF32;
+  Slice slice;               // over the piece's logical row-major elements (the whole tensor's when piece is 0)
+  std::uint64_t offset = 0;  // bytes from the chunk's start, a multiple of kLayoutAlignment
+  std::uint64_t bytes = 0;
+  friend bool operator==(const ChunkKey&, const ChunkKey&) = default;
+};
+
+// One part of a chunk that one producer serves: keys [first_key, first_key + key_count). One run unless pull_split > 1.
+struct Run {
+  std::uint32_t producer = 0;
+  std::uint32_t first_key = 0, key_count = 0;
+  std::uint64_t offset = 0, bytes = 0;  // its part of the slot; the producer packs it from 0
+  std::uint32_t seq = 0;                // in its lane
+  friend bool operator==(const Run&, const Run&) = default;
+};
+
+// A key of this chunk and where it lands. The key's elements, in order, fill the destination row-major.
+struct PlannedScatter {
+  std::uint32_t key = 0;     // index into Chunk::keys
+  Destination destination;
+};
+
+struct Chunk {
+  std::uint32_t chunk_id = 0;     // stable: position in WorkerPlan::chunks
+  std::uint32_t group = 0;
+  std::uint32_t owner_class = 0;
+  Path path = Path::kPacked;
+  std::vector<std::uint32_t> candidates;  // producers, primary first; the others serve when it dies
+  std::vector<Run> runs;                  // empty when the chunk has no keys
+  std::vector<ChunkKey> keys;
+  std::uint64_t bytes = 0;                // ends with the last key, no padding
+  std::uint8_t encoding = 0;              // 0 = raw
+  std::vector<PlannedScatter> scatters;
+  std::vector<std::uint32_t> materialise;   // modules (Recording::modules) whose first chunk this is
+  std::vector<std::uint32_t> post_process;  // modules whose last chunk this is
+  std::vector<std::uint32_t> signal_groups; // groups to signal to all their owners once this chunk has landed
+};
+
+struct ProducerPlan {  // what this worker takes at one producer
+  std::uint32_t producer = 0;
+  std::uint64_t serve_slot_bytes = 0;  // largest packed chunk or run taken there; 0 when only mapped
+  std::uint32_t pulls = 0;
+  Digest128 digest;                    // over (chunk id, lane, seq, keys, offsets, bytes) in pull order, and K
+};
+
+struct WorkerPlan {
+  std::uint32_t consumer = 0;
+  std::uint32_t ring_depth = 2;
+  std::uint32_t sharing_group = 0;
+  std::vector<Chunk> chunks;                  // in pull order
+  std::vector<std::uint32_t> pre_free;        // groups this worker takes nothing from: signalled at sync start
+  std::vector<std::vector<std::uint32_t>> group_owners;
+  std::vector<ProducerPlan> producers;        // only those this worker pulls from, ascending
+  std::uint64_t receive_slot_bytes = 0;       // largest packed chunk, at least presize; 0 when nothing is packed
+  std::uint64_t bytes_kept = 0;               // unique source bytes of baked keys, wire dtype
+  std::uint64_t bytes_planned = 0;            // sum of key bytes over chunks = what a sync moves
+};
+
+struct PlanOptions {
+  std::uint64_t max_chunk_bytes = 64ull << 20;  // 0 = off
+  std::uint32_t chunk_split = 1;
+  std::uint32_t pull_split = 1;
+  PathPolicy path = PathPolicy::kAuto;
+  bool mapping_available = true;                // the transport can map peers' memory
+};
+
+// Refused: tables that do not validate, a consumer id out of range, a recording of other metadata, path mapped where the
+// transport or a producer's memory cannot. Invariant, checked before it returns: every group is signalled exactly once to
+// every one of its owners, every baked scatter's elements are in exactly one chunk.
+Result<WorkerPlan> plan_worker(const InitTables& tables, const Recording& recording, std::uint32_t consumer,
+                               const PlanOptions& options = {});
+
+// Canonical bytes of the whole plan, and their digest (XXH3-128).
+std::vector<std::byte> encode(const WorkerPlan& plan);
+Digest128 digest(const WorkerPlan& plan);
+
+// ---- what travels to a producer at reserve ------------------------------------------------------------------------------
+
+// One pull as the producer sees it: a chunk's run. Key offsets are relative to the run's start.
+struct PullDescription {
+  std::uint32_t chunk_id = 0, run = 0, group = 0, owner_class = 0;
+  Path path = Path::kPacked;
+  Lane lane;
+  std::uint32_t seq = 0;
+  std::uint64_t bytes = 0;
+  std::vector<ChunkKey> keys;
+};
+std::vector<PullDescription> pulls_at(const WorkerPlan& plan, std::uint32_t producer);
+// Canonical little-endian bytes; decode checks every count, size and bound against `limits`-like constants and refuses
+// hostile bytes with a message.
+std::vector<std::byte> encode_pulls(const std::vector<PullDescription>& pulls);
+Result<std::vector<PullDescription>> decode_pulls(const std::byte* data, std::size_t size);
+Digest128 pulls_digest(const std::vector<PullDescription>& pulls, std::uint32_t ring_depth);
+// Checks pulls a consumer sent against the metadata (names, dtypes, bounds, layout, bytes). Run by the producer.
+Status check_pulls(const std::vector<PullDescription>& pulls, const InitTables& tables, std::uint32_t producer);
+
+// Encoded init payload (same codec rules).
+std::vector<std::byte> encode_tables(const InitTables& tables);
+Result<InitTables> decode_tables(const std::byte* data, std::size_t size);
+
+// ---- for people -------------------------------------------------------------------------------------------------------
+
+// Who serves `name` to each of `plans`' workers, by which path, and why; also names that are dead here.
+std::string explain(const InitTables& tables, const std::vector<WorkerPlan>& plans, const std::vector<Recording>& recordings,
+                    std::string_view name);
+// Bytes per worker and producer, chunks, slots, largest chunk, groups, dead names, conversions.
+std::string summarise(const InitTables& tables, const std::vector<WorkerPlan>& plans, const std::vector<Recording>& recordings);
+
+}  // namespace shardpull

@@ -1,0 +1,78 @@
+// The hot wire: one fixed 64-byte little-endian header, then `length` payload bytes. docs/PROTOCOL.md, "Hot messages".
+//
+//   0  u32 magic "SPUL"     8  u64 token        16 u64 incarnation (the sender's)   24 u64 sync id
+//   4  u16 wire version     32 u32 consumer     36 u32 target (chunk or group)      40 u16 attempt, u16 run
+//   6  u8 type, u8 flags    44 u16 lane kind, u16 reserved (0)                      48 u32 seq
+//   52 u32 length           56 u64 sum (XXH3-64 of the payload)
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/identity.h"
+#include "base/memory_ref.h"
+#include "shardpull/status.h"
+
+namespace shardpull {
+
+inline constexpr std::size_t kHotHeaderBytes = 64;
+inline constexpr std::uint32_t kHotMagic = 0x4C555053;        // "SPUL" in memory
+inline constexpr std::uint32_t kMaxHotPayloadBytes = 16u << 20;
+
+enum class HotType : std::uint8_t {
+  kHello = 1,       // consumer -> producer, first message of an endpoint; payload: the wire and slice-format versions
+  kHelloReply = 2,  // producer -> consumer
+  kPull = 3,        // consumer -> producer
+  kReady = 4,       // producer -> consumer; payload: where the bytes are (ReadyPayload)
+  kFail = 5,        // producer -> consumer; payload: code and message
+  kFree = 6,        // consumer -> producer; payload: groups (FreePayload)
+  kFreeAck = 7,     // producer -> consumer; payload: the groups now known to be signalled
+};
+
+struct HotHeader {
+  HotType type = HotType::kHello;
+  std::uint8_t flags = 0;  // none defined: any set bit is refused
+  FleetToken token = 0;
+  Incarnation incarnation = 0;
+  std::uint64_t sync_id = 0;
+  std::uint32_t consumer = 0;
+  std::uint32_t target = 0;
+  std::uint16_t attempt = 0;
+  std::uint16_t run = 0;
+  std::uint16_t lane_kind = 0;
+  std::uint32_t seq = 0;
+  std::uint32_t length = 0;
+  std::uint64_t sum = 0;
+};
+std::array<std::byte, kHotHeaderBytes> encode(const HotHeader& header);
+// Refuses another magic ("not our protocol"), wire version (naming both), type, flag, or length above the limit.
+Result<HotHeader> decode_hot_header(const std::byte* data, std::size_t size);
+
+// Where one name (or piece) of a mapped chunk is; packed chunks have one entry: the serve slot's part.
+struct ReadyEntry {
+  RemoteRef where;
+  std::vector<std::int64_t> stride;  // empty = contiguous, else per dim, in elements of the published dtype
+};
+struct ReadyPayload {
+  std::uint8_t encoding = 0;         // 0 = raw
+  std::vector<ReadyEntry> entries;   // mapped: one per distinct (name, piece) of the run, in order of first use
+  std::vector<std::uint64_t> sums;   // integrity: one per key, or empty
+};
+std::vector<std::byte> encode(const ReadyPayload& payload);
+Result<ReadyPayload> decode_ready(const std::byte* data, std::size_t size);
+
+// A batch of free signals: each consumer with the groups it signals.
+struct FreeEntry {
+  std::uint32_t consumer = 0;
+  std::vector<std::uint32_t> groups;  // ascending
+};
+std::vector<std::byte> encode(const std::vector<FreeEntry>& entries);
+Result<std::vector<FreeEntry>> decode_free(const std::byte* data, std::size_t size);
+
+// An error that travels: code, reason, fault and message (cut to 4 KiB).
+std::vector<std::byte> encode(const Status& status);
+Result<Status> decode_status(const std::byte* data, std::size_t size);
+
+}  // namespace shardpull

@@ -1,0 +1,96 @@
+// Transport: the hot channel of one process: endpoints that carry hot messages, memory that peers can reach, and the
+// one-sided reads and mappings of it. Backends: shm/ (same host, memfd mappings), sim/ (the simulator). docs/ARCHITECTURE.md.
+//
+// Threads: confined to the process's progress thread, except where a method says thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/memory_ref.h"
+#include "shardpull/status.h"
+#include "transport/hot_wire.h"
+
+namespace shardpull {
+
+using EndpointId = std::uint32_t;  // never reused in a transport's life; 0 is none
+using ReadToken = std::uint64_t;
+
+// What progress() reports. Called on the progress thread, from within progress() only.
+class TransportSink {
+ public:
+  virtual ~TransportSink() = default;
+  // A peer connected to our listener. It has not said hello yet.
+  virtual void on_accepted(EndpointId endpoint) = 0;
+  virtual void on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) = 0;
+  // The endpoint is gone: closed by the peer, broken, or it sent bytes that are not ours (the status says which). No
+  // callback for this endpoint follows; its reads have been reported.
+  virtual void on_closed(EndpointId endpoint, const Status& why) = 0;
+  virtual void on_read_done(ReadToken token, const Status& status) = 0;
+};
+
+struct TransportCounters {
+  std::uint64_t payload_bytes_read = 0;   // by reads and, reported by add_mapped_bytes, copies out of mappings
+  std::uint64_t header_bytes = 0;         // hot headers and payloads, both directions
+  std::uint64_t messages = 0;
+  std::uint64_t endpoints = 0;            // open now
+  std::uint64_t regions = 0;              // own regions alive
+  std::uint64_t region_bytes = 0;
+  std::uint64_t mapped_bytes = 0;         // peers' regions mapped now
+};
+
+// Memory of this process that peers may reach. Freed by its destructor; peers that mapped it keep their mapping readable.
+class ExportedMemory {
+ public:
+  virtual ~ExportedMemory() = default;
+  const MemoryRef& ref() const { return ref_; }
+
+ protected:
+  MemoryRef ref_;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual std::string name() const = 0;     // "shm"
+  virtual bool can_map() const = 0;         // path mapped is legal
+
+  // Allocates page-aligned, prefaulted, zero-filled memory. Thread-safe. Out of memory names the size and `what`.
+  virtual Result<std::shared_ptr<ExportedMemory>> allocate(std::uint64_t bytes, std::string_view what) = 0;
+
+  // Starts listening; returns the address peers connect to.
+  virtual Result<std::string> listen() = 0;
+  // Connects; does not block longer than `timeout_ns`. The endpoint is usable at once.
+  virtual Result<EndpointId> connect(const std::string& address, std::int64_t timeout_ns) = 0;
+  // Queues a message; never blocks. `header.length` and `header.sum` are filled in here. UNAVAILABLE when the endpoint is gone.
+  virtual Status send(EndpointId endpoint, HotHeader header, const std::byte* payload, std::size_t length) = 0;
+  // Lets the peer behind `endpoint` reach `memory` from the next message on. Idempotent.
+  virtual Status grant(EndpointId endpoint, const std::shared_ptr<ExportedMemory>& memory) = 0;
+  // Closes without a callback. Messages already queued are sent first, bounded.
+  virtual void close(EndpointId endpoint) = 0;
+
+  // Reads a window of the peer's memory into `local`; on_read_done(token) follows from progress(). `local` must stay valid
+  // until then. Checked against what was granted: unknown region, stale generation and out-of-range windows fail by name.
+  virtual void read(EndpointId endpoint, const RemoteRef& remote, std::byte* local, ReadToken token) = 0;
+  // The first byte of a window of the peer's memory, readable in place while the endpoint (or the returned owner) lives.
+  struct Mapping {
+    const std::byte* data = nullptr;
+    std::shared_ptr<const void> owner;
+  };
+  virtual Result<Mapping> map(EndpointId endpoint, const RemoteRef& remote) = 0;
+  virtual void add_mapped_bytes(std::uint64_t bytes) = 0;  // thread-safe
+
+  // Waits up to `timeout_ns` for something to do, does it, reports to `sink`. Returns after one round.
+  virtual Status progress(std::int64_t timeout_ns, TransportSink& sink) = 0;
+  // Makes a progress() in progress, or the next one, return at once. Thread-safe.
+  virtual void wake() = 0;
+
+  virtual TransportCounters counters() const = 0;  // thread-safe
+};
+
+}  // namespace shardpull
