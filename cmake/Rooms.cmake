@@ -93,8 +93,9 @@ function(shardpull_gtest_program name)
       add_library(shardpull_test_pch OBJECT "${CMAKE_BINARY_DIR}/test_pch.cc")
       target_link_libraries(shardpull_test_pch PRIVATE GTest::gmock rapidcheck shardpull_settings)
       target_compile_options(shardpull_test_pch PRIVATE -Wno-missing-field-initializers)
-      # The PCH must be made with the code model of the programs which reuse it.
-      set_target_properties(shardpull_test_pch PROPERTIES POSITION_INDEPENDENT_CODE ON)
+      # Made with the code model of the programs which reuse it, or the compiler ignores it.
+      set_target_properties(shardpull_test_pch PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+      target_compile_options(shardpull_test_pch PRIVATE -fPIE)
       target_precompile_headers(shardpull_test_pch PRIVATE
         <gtest/gtest.h> <gmock/gmock.h> <rapidcheck.h> <rapidcheck/gtest.h>)
     endif()
