@@ -6,6 +6,7 @@ or one of the sub-rooms named here; a file belongs to the longest room that its 
 
 import pathlib
 import re
+import shutil
 import subprocess
 import unittest
 
@@ -100,13 +101,14 @@ def reachable(room):
 
 def tracked_files():
     """The files of the tree: tracked ones, and new ones that are not ignored; those of a copy without git as well."""
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+    git = shutil.which("git")
+    listed = git and subprocess.run(
+        [git, "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         check=False,
     )
-    if listed.returncode == 0:
+    if listed and listed.returncode == 0:
         paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
     else:
         skipped = {"build", ".venv", ".git"}
