@@ -68,7 +68,8 @@ function(shardpull_library)
   add_library(shardpull::shardpull ALIAS shardpull)
   set_target_properties(shardpull PROPERTIES LINKER_LANGUAGE CXX)
   target_compile_features(shardpull PUBLIC cxx_std_20)
-  target_include_directories(shardpull PUBLIC "${PROJECT_SOURCE_DIR}/include")
+  target_include_directories(shardpull PUBLIC "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>"
+                                                      "$<INSTALL_INTERFACE:include>")
   target_link_libraries(shardpull PRIVATE ${links})
 endfunction()
 
@@ -119,6 +120,7 @@ function(shardpull_add_test name)
     "SHARDPULL_BUILD_DIR=${PROJECT_BINARY_DIR}"
     "SHARDPULL_TEST_BIN_DIR=${CMAKE_RUNTIME_OUTPUT_DIRECTORY}"
     "SHARDPULL_BIN=${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/shardpull"
+    "SHARDPULL_CMAKE=${CMAKE_COMMAND}"
     "SHARDPULL_SANITIZE=${SHARDPULL_SANITIZE}"
     "SHARDPULL_TEST_RESULT=${PROJECT_BINARY_DIR}/test-results/${name}"
     "GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/test-results/${name}.xml"
