@@ -59,6 +59,7 @@ struct DropCounters {
   std::uint64_t stale_incarnation = 0;
   std::uint64_t duplicate_signals = 0;
   std::uint64_t not_live = 0;           // from a consumer outside the live set
+  std::uint64_t unknown = 0;            // a group that is not of this sync here, a reply that answers nothing
   std::uint64_t kept_early = 0;         // kept for a sync not begun here yet (not a drop)
 };
 
