@@ -8,13 +8,6 @@
 
 namespace shardpull {
 
-// A span of time, to the nanosecond. Settings are written with their unit: milliseconds(500).
-using Duration = std::chrono::nanoseconds;
-using std::chrono::microseconds;
-using std::chrono::milliseconds;
-using std::chrono::nanoseconds;
-using std::chrono::seconds;
-
 // Thread-safe.
 class Clock {
  public:

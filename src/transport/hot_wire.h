@@ -1,14 +1,15 @@
 // The hot wire: one fixed 64-byte little-endian header, then `length` payload bytes. docs/PROTOCOL.md, "Hot messages".
 //
-//   0  u32 magic "SPUL"     8  u64 token        16 u64 incarnation (the sender's)   24 u64 sync id
-//   4  u16 wire version     32 u32 consumer     36 u32 target (chunk or group)      40 u16 attempt, u16 run
-//   6  u8 type, u8 flags    44 u16 lane kind, u16 reserved (0)                      48 u32 seq
-//   52 u32 length           56 u64 sum (XXH3-64 of the payload)
+//    0 u32 magic "SPUL"      8 u64 token                24 u64 sync id            40 u16 attempt      48 u32 seq
+//    4 u16 wire version     16 u64 incarnation          32 u32 consumer           42 u16 run          52 u32 length
+//    6 u8 type, u8 flags       (the sender's)           36 u32 target             44 u16 lane kind    56 u64 sum of the
+//                                                          (chunk or group)       46 u16 0 (reserved)     payload (XXH3-64)
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 #include "base/identity.h"
@@ -47,8 +48,13 @@ struct HotHeader {
   std::uint64_t sum = 0;
 };
 std::array<std::byte, kHotHeaderBytes> encode(const HotHeader& header);
-// Refuses another magic ("not our protocol"), wire version (naming both), type, flag, or length above the limit.
+// Decodes the first 64 of `size` bytes. Refuses another magic ("not our protocol"), wire version (naming both), type, flag,
+// a reserved field that is not 0, a token or incarnation of 0, or a length above the limit. Whether the token is OURS is the
+// transport's to check.
 Result<HotHeader> decode_hot_header(const std::byte* data, std::size_t size);
+// XXH3-64: the `sum` of a header whose payload is these bytes. The sum of no bytes is that of the empty string.
+std::uint64_t payload_sum(const std::byte* data, std::size_t size);
+std::string_view name_of(HotType type);  // "Pull"
 
 // Where one name (or piece) of a mapped chunk is; packed chunks have one entry: the serve slot's part.
 struct ReadyEntry {
@@ -61,6 +67,7 @@ struct ReadyPayload {
   std::vector<std::uint64_t> sums;   // integrity: one per key, or empty
 };
 std::vector<std::byte> encode(const ReadyPayload& payload);
+// Refuses an unknown encoding, more than kMaxDims strides, counts the bytes cannot hold, and bytes left over.
 Result<ReadyPayload> decode_ready(const std::byte* data, std::size_t size);
 
 // A batch of free signals: each consumer with the groups it signals.
@@ -69,10 +76,13 @@ struct FreeEntry {
   std::vector<std::uint32_t> groups;  // ascending
 };
 std::vector<std::byte> encode(const std::vector<FreeEntry>& entries);
+// Refuses groups that do not ascend strictly, counts the bytes cannot hold, and bytes left over.
 Result<std::vector<FreeEntry>> decode_free(const std::byte* data, std::size_t size);
 
-// An error that travels: code, reason, fault and message (cut to 4 KiB).
+// An error that travels: code, reason, fault, retryable, peer, tensor and message (cut to 4 KiB between characters).
 std::vector<std::byte> encode(const Status& status);
-Result<Status> decode_status(const std::byte* data, std::size_t size);
+// The error that travelled. Bytes that are no error (malformed, or an OK) give DATA_LOSS, kCorrupt: never OK. A code or reason
+// this build does not know becomes UNKNOWN or kUnspecified.
+Status decode_status(const std::byte* data, std::size_t size);
 
 }  // namespace shardpull
