@@ -12,8 +12,9 @@
 
 namespace shardpull {
 
-// A destination window: offset from the parameter's first element, shape and stride, in elements of `dtype`. `dtype` is
-// the parameter's own dtype, or U8 and bytes when the loader wrote through a view of another dtype.
+// A destination window: offset from the parameter's first element, shape and stride, all in elements of `dtype`. `dtype` is
+// the parameter's own dtype, or that of the view(dtype) the loader wrote through: the bytes are then replayed through the
+// same view (converted to `dtype` when the wire dtype differs, never to the parameter's).
 struct Destination {
   std::uint32_t parameter = 0;  // index into Recording::parameters
   DType dtype = DType::kF32;
@@ -22,7 +23,8 @@ struct Destination {
   friend bool operator==(const Destination&, const Destination&) = default;
 };
 
-// One recorded copy: a fetch key (name, wire dtype, canonical slice) plus where it lands.
+// One recorded copy: a fetch key (name, wire dtype, canonical slice) plus where it lands. destination.shape equals `shape`
+// (leading 1s of the destination are dropped); a slice without elements is legal.
 struct Scatter {
   std::uint32_t name = 0;    // index into the metadata
   DType wire_dtype = DType::kF32;
@@ -46,7 +48,7 @@ struct RecordedParameter {
 
 struct RecordedModule {
   std::string name, type;
-  bool baked = false;
+  bool baked = false;  // the union of what is written covers it; false for a module that nothing writes into
   bool has_post_process = false;
 };
 
@@ -61,6 +63,8 @@ struct BakeOptions {
 };
 
 // Everything a plan needs to know of a worker. Parameter and module order are the model's; scatters are in recording order.
+// Scatters and fills are those of baked modules only. No two destinations of one parameter overlap, fills included, so that
+// they may run in any order.
 struct Recording {
   std::vector<RecordedModule> modules;
   std::vector<RecordedParameter> parameters;
@@ -73,9 +77,11 @@ struct Recording {
   std::vector<std::string> unused_reasons;      // parallel to `dead`
 };
 
-// Bakes. The model is left exactly as it was, also on error. Refused, each naming what it is about: a loader error, an
-// unsupported op, a copy that cannot be attributed, overlapping or out-of-range regions, a live module whose regions do not
-// cover it (strict), duplicate names in `metadata`, a dead name that the model cannot explain.
+// Bakes. The model is left exactly as it was, also on error. Refused (reason kBakeFailed, or the loader's own), each naming
+// what it is about: a loader error, an unsupported op, out-of-range or self-overlapping windows, other shapes, a conversion
+// the policy forbids, duplicate names in `metadata`, a dead name that the model cannot explain, a parameter that no source
+// feeds, and, when strict, a live name whose module did not bake: an unattributed copy went into it, its windows do not cover
+// it, or two of them overlap in a way that cannot be cut to keep the loader's last word.
 Result<Recording> bake(Model& model, const std::vector<TensorMeta>& metadata, const BakeOptions& options = {});
 
 // Loads `weights` (real tensors, the source's order) eagerly through the same loaders: padding and fills first, then copies.

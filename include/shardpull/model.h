@@ -10,8 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
-#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -36,11 +36,11 @@ class ParameterView {
  public:
   // The parameter that owns the storage: of an alias, the aliased one.
   Parameter& parameter() const { return *parameter_; }
-  DType dtype() const { return window_.dtype(); }
-  const std::vector<std::int64_t>& shape() const { return window_.shape(); }
-  const std::vector<std::int64_t>& stride() const { return window_.stride(); }
-  std::int64_t offset() const { return base_ + window_.offset(); }
-  std::string to_string() const;  // "model.norm.weight.narrow(0, 0, 8) BF16 [8]"
+  DType dtype() const { return dtype_; }
+  const std::vector<std::int64_t>& shape() const { return shape_; }
+  const std::vector<std::int64_t>& stride() const { return stride_; }
+  std::int64_t offset() const { return offset_; }
+  std::string to_string() const;  // "model.norm.weight+8 BF16 [8]"
 
   Result<ParameterView> narrow(std::int64_t dim, std::int64_t start, std::int64_t length) const;
   Result<ParameterView> select(std::int64_t dim, std::int64_t index) const;
@@ -63,14 +63,17 @@ class ParameterView {
 
  private:
   friend class Parameter;
-  ParameterView(Parameter* parameter, std::int64_t base, Tensor window)
-      : parameter_(parameter), base_(base), window_(std::move(window)) {}
-  Result<ParameterView> derived(Result<Tensor> window) const;
+  ParameterView(Parameter* parameter, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> stride,
+                std::int64_t offset)
+      : parameter_(parameter), dtype_(dtype), shape_(std::move(shape)), stride_(std::move(stride)), offset_(offset) {}
+  template <typename Operation>
+  Result<ParameterView> derived(const char* name, const Operation& operation) const;
   Status check_region() const;
 
   Parameter* parameter_;
-  std::int64_t base_;  // in elements of dtype(): window_ counts from here
-  Tensor window_;      // geometry only: its bytes are never read
+  DType dtype_;
+  std::vector<std::int64_t> shape_, stride_;
+  std::int64_t offset_;
 };
 
 // Loads one checkpoint tensor into a parameter. `shard` says which fused part the tensor is ("q", "0", "" when unfused).
@@ -232,7 +235,7 @@ class Model {
   struct Storage;
 
   std::vector<std::unique_ptr<Module>> modules_;
-  std::vector<std::pair<std::string, Module*>> module_aliases_;
+  std::map<std::string, Module*, std::less<>> by_name_;  // aliases too
   std::unique_ptr<Storage> storage_;
   std::vector<Parameter*> stamps_;  // the loaders that are running, innermost last
   Recorder* recorder_ = nullptr;    // set while baking
