@@ -23,6 +23,13 @@ namespace shardpull {
 
 inline constexpr std::uint64_t kLayoutAlignment = 16;  // bytes; every key of a packed chunk starts on it
 
+// Limits on what may be planned and decoded, beyond those of base/limits.h.
+inline constexpr std::uint32_t kMaxPieces = 64'000'000;        // pieces of one fleet
+inline constexpr std::uint32_t kMaxOwnerSets = 4'000'000;      // distinct owner sets
+inline constexpr std::uint32_t kMaxChunks = 16'000'000;        // chunks of one worker, and pulls at one producer
+inline constexpr std::uint32_t kMaxKeysPerChunk = 4'000'000;   // fetch keys of one chunk
+inline constexpr std::uint32_t kMaxPartsPerScatter = 4096;     // keys one recorded copy may be cut into by one piece
+
 struct Digest128 {
   std::uint64_t low = 0, high = 0;
   friend bool operator==(const Digest128&, const Digest128&) = default;
@@ -35,15 +42,18 @@ std::string to_string(const Digest128& digest);  // 32 hex digits
 struct GatherGroup {
   std::uint32_t first = 0, count = 0;
   std::string label;
+  friend bool operator==(const GatherGroup&, const GatherGroup&) = default;
 };
 
-// Cuts the name list into gather groups in order of first appearance. Refused: a duplicate name, a key that returns after
-// another group (naming the name and both places).
+// Cuts the name list into gather groups in order of first appearance: a name's group is its first dotted part of ASCII
+// digits together with the path before it, and every run of names without such a part is a group of its own. Values compare
+// as numbers of any length ("00" is "0"). Flattening the groups reproduces the list. Refused: a duplicate name, a key that
+// returns after another group (naming the name and both places).
 Result<std::vector<GatherGroup>> form_groups(const std::vector<TensorMeta>& metadata);
 // The reference's order of a list of names: unindexed before the first indexed one; prefixes by first appearance, values
-// ascending; all other unindexed names. Returns indices into `names`.
+// ascending; all other unindexed names. Returns indices into `names`; names of one group keep their order.
 std::vector<std::uint32_t> normalise(const std::vector<std::string>& names);
-// Over count, names, dtypes and shapes, in order.
+// XXH3-128 over count, names, dtypes and shapes, in order.
 Digest128 metadata_digest(const std::vector<TensorMeta>& metadata);
 
 // ---- ownership --------------------------------------------------------------------------------------------------------
@@ -58,9 +68,12 @@ struct Holding {
   // Whether every tensor this rank publishes lies in memory consumers can map; false: only storages up to
   // export_pack_limit (they are packed into export buffers) can be.
   bool mappable = true;
+  friend bool operator==(const Holding&, const Holding&) = default;
 };
 
-// A box of a name and the ranks that hold it.
+// A box of a name and the ranks that hold it. Pieces of a name are disjoint, not empty and tile it: where the boxes that
+// ranks declare overlap they are cut, and the common part is one piece held by both. Such a piece is a sub-box of what each
+// of its owners publishes.
 struct OwnedPiece {
   std::uint32_t name = 0;
   Box box;
@@ -72,11 +85,13 @@ struct OwnedPiece {
 struct Ownership {
   std::vector<std::vector<std::uint32_t>> owner_sets;  // each ascending; numbered by first appearance in metadata order
   std::vector<std::int32_t> name_owner_class;
-  std::vector<OwnedPiece> pieces;
+  std::vector<OwnedPiece> pieces;  // ascending by (name, box start)
+  friend bool operator==(const Ownership&, const Ownership&) = default;
 };
 
-// Refused, naming ranks and names: differing digests, a rank missing or twice, unknown or out-of-range held names, an empty
-// held set, a name (or part of one) that nobody holds.
+// Transposes what the ranks declare; `holdings` in any order, one of each rank 0..n-1. Refused, naming ranks and names:
+// differing digests, a rank missing or twice, unknown or out-of-range held names, an empty held set, a name (or part of
+// one) that nobody holds.
 Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata, const std::vector<Holding>& holdings);
 
 // ---- init payload -----------------------------------------------------------------------------------------------------
@@ -94,19 +109,34 @@ struct InitTables {
   std::uint32_t ring_depth = 2;                 // K
   std::uint64_t presize = 0;
   std::uint64_t export_pack_limit = 64ull << 20;
+  friend bool operator==(const InitTables&, const InitTables&) = default;
 };
 
 // Checks every rule of the payload; the error names the field.
 Status validate(const InitTables& tables);
 
-// The owners of each group: all ranks that hold any of its names, ascending. They publish it and receive its signals.
+// Workers of one replica, as routing and slot sharing count them: the field, or C / num_replicas where it is 0. A value
+// equal to C means that no slots are shared. The tables must be valid.
+std::uint32_t effective_workers_per_replica(const InitTables& tables);
+
+// Per name, its gather group. The tables must be valid.
+std::vector<std::uint32_t> group_of_names(const InitTables& tables);
+
+// The owners of each group: all ranks that hold any of its names, ascending. They publish it and receive its signals. The
+// tables must be valid.
 std::vector<std::vector<std::uint32_t>> group_owners(const InitTables& tables);
 
 // ---- routing ----------------------------------------------------------------------------------------------------------
 
-// The producers consumer `consumer` may pull from, for an owner set: the block rule, within a replica.
+// The producers consumer `consumer` pulls from, for an owner set: the block rule, within a replica. With P' owners and C'
+// workers per replica, c = consumer mod C': owners [c P'/C', (c+1) P'/C') when P' >= C', else the single owner c P'/C'.
 std::vector<std::uint32_t> route_block(const std::vector<std::uint32_t>& owners, std::uint32_t consumer,
                                        std::uint32_t workers_per_replica);
+
+// The greedy cut of a list of byte sizes into at most `runs` contiguous runs: a new run starts before the item that would
+// take the current one past ceil(total / runs), unless `runs` runs exist already; the last run takes the rest. Returns the
+// first item of every run; no run is empty.
+std::vector<std::uint32_t> greedy_cut(const std::vector<std::uint64_t>& bytes, std::uint32_t runs);
 
 // ---- the plan of one worker -------------------------------------------------------------------------------------------
 
@@ -147,6 +177,7 @@ struct Run {
 struct PlannedScatter {
   std::uint32_t key = 0;     // index into Chunk::keys
   Destination destination;
+  friend bool operator==(const PlannedScatter&, const PlannedScatter&) = default;
 };
 
 struct Chunk {
@@ -154,7 +185,7 @@ struct Chunk {
   std::uint32_t group = 0;
   std::uint32_t owner_class = 0;
   Path path = Path::kPacked;
-  std::vector<std::uint32_t> candidates;  // producers, primary first; the others serve when it dies
+  std::vector<std::uint32_t> candidates;  // every owner, primary first; the others serve when it dies
   std::vector<Run> runs;                  // empty when the chunk has no keys
   std::vector<ChunkKey> keys;
   std::uint64_t bytes = 0;                // ends with the last key, no padding
@@ -163,13 +194,15 @@ struct Chunk {
   std::vector<std::uint32_t> materialise;   // modules (Recording::modules) whose first chunk this is
   std::vector<std::uint32_t> post_process;  // modules whose last chunk this is
   std::vector<std::uint32_t> signal_groups; // groups to signal to all their owners once this chunk has landed
+  friend bool operator==(const Chunk&, const Chunk&) = default;
 };
 
 struct ProducerPlan {  // what this worker takes at one producer
   std::uint32_t producer = 0;
   std::uint64_t serve_slot_bytes = 0;  // largest packed chunk or run taken there; 0 when only mapped
   std::uint32_t pulls = 0;
-  Digest128 digest;                    // over (chunk id, lane, seq, keys, offsets, bytes) in pull order, and K
+  Digest128 digest;                    // pulls_digest of pulls_at(plan, producer)
+  friend bool operator==(const ProducerPlan&, const ProducerPlan&) = default;
 };
 
 struct WorkerPlan {
@@ -181,8 +214,9 @@ struct WorkerPlan {
   std::vector<std::vector<std::uint32_t>> group_owners;
   std::vector<ProducerPlan> producers;        // only those this worker pulls from, ascending
   std::uint64_t receive_slot_bytes = 0;       // largest packed chunk, at least presize; 0 when nothing is packed
-  std::uint64_t bytes_kept = 0;               // unique source bytes of baked keys, wire dtype
+  std::uint64_t bytes_kept = 0;               // bytes of the distinct baked keys (name, wire dtype, slice), wire dtype
   std::uint64_t bytes_planned = 0;            // sum of key bytes over chunks = what a sync moves
+  friend bool operator==(const WorkerPlan&, const WorkerPlan&) = default;
 };
 
 struct PlanOptions {
@@ -193,14 +227,24 @@ struct PlanOptions {
   bool mapping_available = true;                // the transport can map peers' memory
 };
 
+// Order of the chunks: groups ascending, owner classes ascending within a group, then the cuts by chunk_split and
+// max_chunk_bytes. Within (group, owner class): modules by the first of their names in the group, copies of a module as
+// recorded, keys by first use; all scatters of one key are in the chunk of that key.
+//
+// Copies without elements take no part. A baked module that is left with fills or empty copies only is materialised and
+// post-processed with the first chunk; where the worker pulls nothing at all, that is a chunk without keys.
+//
 // Refused: tables that do not validate, a consumer id out of range, a recording of other metadata, path mapped where the
-// transport or a producer's memory cannot. Invariant, checked before it returns: every group is signalled exactly once to
-// every one of its owners, every baked scatter's elements are in exactly one chunk.
+// transport or a producer's memory cannot; kUnimplemented: names of policy fallback, and copies which pieces or
+// max_chunk_bytes would cut in a way that no strided window describes. Invariant, checked before it returns: every group is
+// signalled exactly once to every one of its owners, every baked scatter's elements are in exactly one chunk.
 Result<WorkerPlan> plan_worker(const InitTables& tables, const Recording& recording, std::uint32_t consumer,
                                const PlanOptions& options = {});
 
-// Canonical bytes of the whole plan, and their digest (XXH3-128).
+// Canonical bytes of the whole plan, and their digest (XXH3-128). Decoding refuses hostile bytes; it does not check the plan
+// against tables.
 std::vector<std::byte> encode(const WorkerPlan& plan);
+Result<WorkerPlan> decode_plan(const std::byte* data, std::size_t size);
 Digest128 digest(const WorkerPlan& plan);
 
 // ---- what travels to a producer at reserve ------------------------------------------------------------------------------
@@ -213,23 +257,32 @@ struct PullDescription {
   std::uint32_t seq = 0;
   std::uint64_t bytes = 0;
   std::vector<ChunkKey> keys;
+  friend bool operator==(const PullDescription&, const PullDescription&) = default;
 };
+// What `plan` pulls at `producer`, in pull order.
 std::vector<PullDescription> pulls_at(const WorkerPlan& plan, std::uint32_t producer);
 // Canonical little-endian bytes; decode checks every count, size and bound against `limits`-like constants and refuses
 // hostile bytes with a message.
 std::vector<std::byte> encode_pulls(const std::vector<PullDescription>& pulls);
 Result<std::vector<PullDescription>> decode_pulls(const std::byte* data, std::size_t size);
+// Over (chunk id, lane, seq, keys as name, wire dtype and canonical slice, offsets, bytes) in pull order, and K. Sharers of
+// serve slots must agree on it.
 Digest128 pulls_digest(const std::vector<PullDescription>& pulls, std::uint32_t ring_depth);
-// Checks pulls a consumer sent against the metadata (names, dtypes, bounds, layout, bytes). Run by the producer.
+// Checks pulls a consumer sent against the tables: names, pieces, groups, owner classes, dtypes, canonical slices within
+// bounds, layout, bytes, lanes and sequence numbers. Run by the producer. The tables must be valid.
 Status check_pulls(const std::vector<PullDescription>& pulls, const InitTables& tables, std::uint32_t producer);
 
-// Encoded init payload (same codec rules).
+// Encoded init payload and holdings (same codec rules). decode_tables validates what it decoded; a holding is checked by
+// resolve_ownership.
 std::vector<std::byte> encode_tables(const InitTables& tables);
 Result<InitTables> decode_tables(const std::byte* data, std::size_t size);
+std::vector<std::byte> encode_holding(const Holding& holding);
+Result<Holding> decode_holding(const std::byte* data, std::size_t size);
 
 // ---- for people -------------------------------------------------------------------------------------------------------
 
-// Who serves `name` to each of `plans`' workers, by which path, and why; also names that are dead here.
+// Who serves `name` to each of `plans`' workers, by which path, and why; also where it is dead. `recordings` is parallel to
+// `plans`. Lines of text ending in a newline; a name the metadata lacks is answered with the nearest ones.
 std::string explain(const InitTables& tables, const std::vector<WorkerPlan>& plans, const std::vector<Recording>& recordings,
                     std::string_view name);
 // Bytes per worker and producer, chunks, slots, largest chunk, groups, dead names, conversions.
