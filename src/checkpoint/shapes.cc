@@ -1,0 +1,281 @@
+#include "checkpoint/shapes.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <utility>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "base/checked.h"
+#include "base/status_macros.h"
+#include "checkpoint/safetensors.h"
+#include "checkpoint/strict_json.h"
+
+namespace shardpull {
+namespace {
+
+// The numbers of one size of one shape.
+struct Sizes {
+  std::int64_t hidden, layers, heads, kv_heads, head_dim, intermediate, vocab;
+};
+
+enum class Family { kBert, kLlama, kQwen2, kQwen3, kNone };
+
+// The proportions of the published models. tiny keeps 8 query and 2 KV heads, so that every replication of KV heads up to
+// eight ranks can be tested; its vocabulary is a multiple of 64 until an override says otherwise.
+struct Row {
+  ShapeInfo info;
+  Family family;
+  bool tied;
+  std::array<Sizes, 3> sizes;  // by ShapeSize
+};
+
+const std::vector<Row>& catalogue() {
+  static const std::vector<Row> rows = {
+      {{"minilm", "bert", true},
+       Family::kBert,
+       true,
+       {{{64, 3, 4, 4, 16, 96, 1024}, {384, 6, 12, 12, 32, 1536, 30522}, {384, 6, 12, 12, 32, 1536, 30522}}}},
+      {{"qwen2-0.5b", "qwen2", true},
+       Family::kQwen2,
+       true,
+       {{{64, 4, 8, 2, 8, 96, 1024}, {896, 12, 14, 2, 64, 4864, 151936}, {896, 24, 14, 2, 64, 4864, 151936}}}},
+      {{"qwen3-0.6b", "qwen3", true},
+       Family::kQwen3,
+       true,
+       {{{64, 4, 8, 2, 8, 96, 1024}, {1024, 9, 16, 8, 128, 3072, 151936}, {1024, 28, 16, 8, 128, 3072, 151936}}}},
+      {{"qwen3-8b", "qwen3", true},
+       Family::kQwen3,
+       false,
+       {{{64, 4, 8, 2, 8, 96, 1024}, {2048, 4, 16, 4, 128, 6144, 151936}, {4096, 36, 32, 8, 128, 12288, 151936}}}},
+      {{"llama-3-70b", "llama", true},
+       Family::kLlama,
+       false,
+       {{{64, 4, 8, 2, 8, 96, 1024}, {2048, 6, 16, 2, 128, 7168, 128256}, {8192, 80, 64, 8, 128, 28672, 128256}}}},
+      {{"qwen3-30b-a3b", "qwen3_moe", false}, Family::kNone, false, {}},
+      {{"qwen3-235b-a22b", "qwen3_moe", false}, Family::kNone, false, {}},
+      {{"glm-4.5-air", "glm4_moe", false}, Family::kNone, false, {}},
+      {{"deepseek-v3", "deepseek_v3", false}, Family::kNone, false, {}},
+      {{"kimi-k2", "deepseek_v3", false}, Family::kNone, false, {}},
+  };
+  return rows;
+}
+
+std::string known_keys() {
+  std::vector<std::string_view> keys;
+  for (const Row& row : catalogue()) {
+    if (row.info.available) keys.push_back(row.info.key);
+  }
+  return fmt::format("{}", fmt::join(keys, ", "));
+}
+
+Status bad(std::string message) {
+  return Status(StatusCode::kInvalidArgument, std::move(message), {.reason = Reason::kBadArgument});
+}
+
+Status check_range(std::string_view what, std::int64_t value, std::int64_t low, std::int64_t high) {
+  if (value >= low && value <= high) return {};
+  return bad(fmt::format("{} {} is not between {} and {}", what, value, low, high));
+}
+
+// A decoder of the llama line: what the three families share, and what tells them apart.
+void add_decoder(const Row& row, const Sizes& s, bool tied, nlohmann::ordered_json& config, std::vector<TensorMeta>& tensors) {
+  const bool qwen2 = row.family == Family::kQwen2;
+  const bool qwen3 = row.family == Family::kQwen3;
+  config["architectures"] = {qwen2 ? "Qwen2ForCausalLM" : qwen3 ? "Qwen3ForCausalLM" : "LlamaForCausalLM"};
+  config["model_type"] = row.info.family;
+  config["hidden_size"] = s.hidden;
+  config["num_hidden_layers"] = s.layers;
+  config["num_attention_heads"] = s.heads;
+  config["num_key_value_heads"] = s.kv_heads;
+  if (!qwen2) config["head_dim"] = s.head_dim;
+  config["intermediate_size"] = s.intermediate;
+  config["vocab_size"] = s.vocab;
+  config["tie_word_embeddings"] = tied;
+  if (!qwen2) config["attention_bias"] = false;
+  if (row.family == Family::kLlama) config["mlp_bias"] = false;
+  config["hidden_act"] = "silu";
+  config["max_position_embeddings"] = row.family == Family::kLlama ? 8192 : qwen3 ? 40960 : 131072;
+  config["rms_norm_eps"] = row.family == Family::kLlama ? 1e-5 : 1e-6;
+  config["rope_theta"] = row.family == Family::kLlama ? 500000.0 : 1000000.0;
+  config["torch_dtype"] = "bfloat16";
+
+  const auto add = [&](std::string name, std::vector<std::int64_t> shape) {
+    tensors.push_back({std::move(name), DType::kBF16, std::move(shape)});
+  };
+  const std::int64_t q = s.heads * s.head_dim;
+  const std::int64_t kv = s.kv_heads * s.head_dim;
+  add("model.embed_tokens.weight", {s.vocab, s.hidden});
+  for (std::int64_t layer = 0; layer < s.layers; ++layer) {
+    const std::string at = fmt::format("model.layers.{}.", layer);
+    add(at + "input_layernorm.weight", {s.hidden});
+    add(at + "post_attention_layernorm.weight", {s.hidden});
+    add(at + "self_attn.q_proj.weight", {q, s.hidden});
+    add(at + "self_attn.k_proj.weight", {kv, s.hidden});
+    add(at + "self_attn.v_proj.weight", {kv, s.hidden});
+    add(at + "self_attn.o_proj.weight", {s.hidden, q});
+    if (qwen2) {
+      add(at + "self_attn.q_proj.bias", {q});
+      add(at + "self_attn.k_proj.bias", {kv});
+      add(at + "self_attn.v_proj.bias", {kv});
+    }
+    if (qwen3) {
+      add(at + "self_attn.q_norm.weight", {s.head_dim});
+      add(at + "self_attn.k_norm.weight", {s.head_dim});
+    }
+    add(at + "mlp.gate_proj.weight", {s.intermediate, s.hidden});
+    add(at + "mlp.up_proj.weight", {s.intermediate, s.hidden});
+    add(at + "mlp.down_proj.weight", {s.hidden, s.intermediate});
+  }
+  add("model.norm.weight", {s.hidden});
+  if (!tied) add("lm_head.weight", {s.vocab, s.hidden});
+}
+
+void add_bert(const Sizes& s, nlohmann::ordered_json& config, std::vector<TensorMeta>& tensors) {
+  constexpr std::int64_t kPositions = 512;
+  constexpr std::int64_t kTokenTypes = 2;
+  config["architectures"] = {"BertModel"};
+  config["model_type"] = "bert";
+  config["hidden_size"] = s.hidden;
+  config["num_hidden_layers"] = s.layers;
+  config["num_attention_heads"] = s.heads;
+  config["intermediate_size"] = s.intermediate;
+  config["vocab_size"] = s.vocab;
+  config["max_position_embeddings"] = kPositions;
+  config["type_vocab_size"] = kTokenTypes;
+  config["position_embedding_type"] = "absolute";
+  config["hidden_act"] = "gelu";
+  config["layer_norm_eps"] = 1e-12;
+  config["pad_token_id"] = 0;
+  config["torch_dtype"] = "float32";
+
+  const auto add = [&](std::string name, std::vector<std::int64_t> shape) {
+    tensors.push_back({std::move(name), DType::kF32, std::move(shape)});
+  };
+  const auto add_linear = [&](const std::string& name, std::int64_t out, std::int64_t in) {
+    add(name + ".weight", {out, in});
+    add(name + ".bias", {out});
+  };
+  const auto add_norm = [&](const std::string& name) {
+    add(name + ".weight", {s.hidden});
+    add(name + ".bias", {s.hidden});
+  };
+  tensors.push_back({"embeddings.position_ids", DType::kI64, {1, kPositions}});
+  add("embeddings.word_embeddings.weight", {s.vocab, s.hidden});
+  add("embeddings.position_embeddings.weight", {kPositions, s.hidden});
+  add("embeddings.token_type_embeddings.weight", {kTokenTypes, s.hidden});
+  add_norm("embeddings.LayerNorm");
+  for (std::int64_t layer = 0; layer < s.layers; ++layer) {
+    const std::string at = fmt::format("encoder.layer.{}.", layer);
+    for (const char* part : {"query", "key", "value"}) add_linear(at + "attention.self." + part, s.hidden, s.hidden);
+    add_linear(at + "attention.output.dense", s.hidden, s.hidden);
+    add_norm(at + "attention.output.LayerNorm");
+    add_linear(at + "intermediate.dense", s.intermediate, s.hidden);
+    add_linear(at + "output.dense", s.hidden, s.intermediate);
+    add_norm(at + "output.LayerNorm");
+  }
+  add_linear("pooler.dense", s.hidden, s.hidden);
+}
+
+Status apply_overrides(const Row& row, const ShapeOverrides& overrides, Sizes& s, bool& tied) {
+  if (overrides.vocab) {
+    SHARDPULL_RETURN_IF_ERROR(check_range("vocab", *overrides.vocab, 1, std::numeric_limits<std::int32_t>::max()));
+    s.vocab = *overrides.vocab;
+  }
+  if (overrides.layers) {
+    SHARDPULL_RETURN_IF_ERROR(check_range("layers", *overrides.layers, 1, 10'000));
+    s.layers = *overrides.layers;
+  }
+  if (overrides.kv_heads) {
+    if (row.family == Family::kBert) return bad(fmt::format("{}: bert has no KV heads of their own to change", row.info.key));
+    SHARDPULL_RETURN_IF_ERROR(check_range("kv_heads", *overrides.kv_heads, 1, s.heads));
+    if (s.heads % *overrides.kv_heads != 0) {
+      return bad(fmt::format("kv_heads {} does not divide the {} attention heads of {}", *overrides.kv_heads, s.heads,
+                             row.info.key));
+    }
+    s.kv_heads = *overrides.kv_heads;
+  }
+  if (overrides.tied) {
+    if (row.family == Family::kBert) return bad(fmt::format("{}: bert has no head to tie", row.info.key));
+    tied = *overrides.tied;
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string_view to_string(ShapeSize size) {
+  switch (size) {
+    case ShapeSize::kTiny: return "tiny";
+    case ShapeSize::kScaled: return "scaled";
+    case ShapeSize::kFull: return "full";
+  }
+  return "unknown";
+}
+
+const std::vector<ShapeInfo>& known_shapes() {
+  static const std::vector<ShapeInfo> infos = [] {
+    std::vector<ShapeInfo> out;
+    for (const Row& row : catalogue()) out.push_back(row.info);
+    return out;
+  }();
+  return infos;
+}
+
+Result<ShapeSpec> parse_shape_spec(std::string_view text) {
+  const auto form = [&](std::string_view problem) {
+    return bad(fmt::format("shape {}: {}; give KEY:SIZE with KEY one of {} and SIZE one of tiny, scaled, full", in_quotes(text),
+                           problem, known_keys()));
+  };
+  const std::size_t colon = text.find(':');
+  if (colon == text.npos) return form("no ':'");
+  const std::string_view key = text.substr(0, colon);
+  const std::string_view size = text.substr(colon + 1);
+  const auto& infos = known_shapes();
+  if (std::none_of(infos.begin(), infos.end(), [&](const ShapeInfo& info) { return info.key == key; })) {
+    return form("unknown key " + in_quotes(key));
+  }
+  for (const ShapeSize candidate : {ShapeSize::kTiny, ShapeSize::kScaled, ShapeSize::kFull}) {
+    if (size == to_string(candidate)) return ShapeSpec{std::string(key), candidate};
+  }
+  return form("unknown size " + in_quotes(size));
+}
+
+Result<ModelShape> shape_config(const ShapeSpec& spec, const ShapeOverrides& overrides) {
+  const auto& rows = catalogue();
+  const auto row = std::find_if(rows.begin(), rows.end(), [&](const Row& r) { return r.info.key == spec.key; });
+  if (row == rows.end()) return bad(fmt::format("unknown shape {}; known: {}", in_quotes(spec.key), known_keys()));
+  if (!row->info.available) {
+    return Status(StatusCode::kUnimplemented,
+                  fmt::format("shape {}: the family {} is not supported yet; available: {}", spec.key, row->info.family,
+                              known_keys()),
+                  {.reason = Reason::kUnknownArchitecture});
+  }
+  const auto size = static_cast<std::size_t>(spec.size);
+  if (size >= row->sizes.size()) return bad("unknown shape size");
+  Sizes sizes = row->sizes[size];
+  bool tied = row->tied;
+  SHARDPULL_RETURN_IF_ERROR(apply_overrides(*row, overrides, sizes, tied));
+
+  ModelShape out;
+  out.spec = spec;
+  nlohmann::ordered_json config = nlohmann::ordered_json::object();
+  if (row->family == Family::kBert) {
+    add_bert(sizes, config, out.tensors);
+  } else {
+    add_decoder(*row, sizes, tied, config, out.tensors);
+  }
+  out.config_json = config.dump(2) + "\n";
+  std::sort(out.tensors.begin(), out.tensors.end(), [](const TensorMeta& a, const TensorMeta& b) { return a.name < b.name; });
+  for (const TensorMeta& meta : out.tensors) {
+    SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t bytes, tensor_bytes(meta.dtype, meta.shape));
+    const auto total = checked_add(out.total_bytes, bytes);
+    if (!total) return bad("the shape's size overflows");
+    out.total_bytes = *total;
+  }
+  return out;
+}
+
+}  // namespace shardpull
