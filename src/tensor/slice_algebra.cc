@@ -1,0 +1,220 @@
+#include "tensor/slice_algebra.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "base/checked.h"
+#include "base/status_macros.h"
+
+namespace shardpull {
+namespace {
+
+// Pieces before neighbours are merged. Far above kMaxRegions: pieces often merge again across the cuts.
+constexpr std::size_t kMaxPieces = 4096;
+
+Status bad_slice(std::string message, Reason reason = Reason::kBadArgument) {
+  return Status(StatusCode::kInvalidArgument, std::move(message), {.reason = reason});
+}
+
+Status too_many_regions() {
+  return bad_slice(fmt::format("needs more than {} strided regions", kMaxRegions), Reason::kLimit);
+}
+
+std::vector<Loop> to_loops(const Region& region) {
+  std::vector<Loop> loops;
+  loops.reserve(region.dims.size());
+  for (const Dim& dim : region.dims) loops.push_back({.size = dim.size, .step = {dim.stride}});
+  return loops;
+}
+
+Region to_region(const AffinePiece& piece) {
+  Region region{.offset = piece.offset[0], .dims = {}};
+  region.dims.reserve(piece.loops.size());
+  for (const Loop& loop : piece.loops) region.dims.push_back({loop.size, loop.step[0]});
+  return region;
+}
+
+// Index of the last element, or nothing on overflow. Sizes > 0, strides >= 0.
+std::optional<std::int64_t> last_element(const Region& region) {
+  std::int64_t last = region.offset;
+  for (const Dim& dim : region.dims) {
+    const auto reach = checked_mul<std::int64_t>(dim.size - 1, dim.stride);
+    const auto sum = reach ? checked_add<std::int64_t>(last, *reach) : std::nullopt;
+    if (!sum) return std::nullopt;
+    last = *sum;
+  }
+  return last;
+}
+
+}  // namespace
+
+Status check_limits(const Slice& slice) {
+  if (slice.regions.size() > static_cast<std::size_t>(kMaxRegions)) {
+    return bad_slice(fmt::format("needs {} strided regions, at most {} are allowed", slice.regions.size(), kMaxRegions),
+                     Reason::kLimit);
+  }
+  for (const Region& region : slice.regions) {
+    if (region.dims.size() > static_cast<std::size_t>(kMaxDims)) {
+      return bad_slice(fmt::format("needs a region of {} dims, at most {} are allowed", region.dims.size(), kMaxDims),
+                       Reason::kLimit);
+    }
+  }
+  return {};
+}
+
+Result<Slice> slice_range(const Slice& slice, std::int64_t first, std::int64_t count) {
+  const std::int64_t numel = slice.numel();
+  if (first < 0 || count < 0 || first > numel || count > numel - first) {
+    return bad_slice(fmt::format("elements [{}, {} + {}) of a slice of {}", first, first, count, numel));
+  }
+  std::vector<Region> regions;
+  std::int64_t begin = 0;  // position of the current region's first element
+  for (const Region& region : slice.regions) {
+    const std::int64_t end = begin + region.numel();
+    const std::int64_t from = std::max(begin, first), to = std::min(end, first + count);
+    if (from < to) {
+      const Layout layout(region.dims, region.offset);
+      const Loop loop{.size = to - from, .step = {1}};
+      const std::int64_t start = from - begin;
+      std::vector<AffinePiece> pieces;
+      if (!decompose({&layout, 1}, {&loop, 1}, {&start, 1}, PieceOrder::kKeep, kMaxPieces, pieces)) return too_many_regions();
+      for (const AffinePiece& piece : pieces) regions.push_back(to_region(piece));
+    }
+    begin = end;
+  }
+  Slice result = canonicalise(std::move(regions));
+  SHARDPULL_RETURN_IF_ERROR(check_limits(result));
+  return result;
+}
+
+Result<Slice> compose(const Region& outer, const Slice& inner, std::size_t max_regions) {
+  const std::int64_t numel = outer.numel();
+  const Layout layout(outer.dims, outer.offset);
+  std::vector<AffinePiece> pieces;
+  for (const Region& region : inner.regions) {
+    const auto last = last_element(region);
+    if (!last || *last >= numel || region.offset < 0) {
+      return bad_slice(fmt::format("{} reaches outside its {} elements", to_string(Slice{{region}}), numel));
+    }
+    if (!decompose({&layout, 1}, to_loops(region), {&region.offset, 1}, PieceOrder::kKeep,
+                   std::max(max_regions, kMaxPieces), pieces)) {
+      return too_many_regions();
+    }
+  }
+  std::vector<Region> regions;
+  regions.reserve(pieces.size());
+  for (const AffinePiece& piece : pieces) regions.push_back(to_region(piece));
+  Slice result = canonicalise(std::move(regions));
+  if (result.regions.size() > max_regions) return too_many_regions();
+  return result;
+}
+
+Result<Slice> change_unit(const Slice& slice, int from_bits, int to_bits) {
+  if (from_bits == to_bits) return slice;
+  std::vector<Region> regions = slice.regions;
+  if (from_bits > to_bits) {
+    const std::int64_t ratio = from_bits / to_bits;
+    for (Region& region : regions) {
+      bool fits = true;
+      const auto scale = [&](std::int64_t& value) {
+        const auto scaled = checked_mul<std::int64_t>(value, ratio);
+        fits = fits && scaled.has_value();
+        value = scaled.value_or(0);
+      };
+      scale(region.offset);
+      for (Dim& dim : region.dims) scale(dim.stride);
+      if (!fits) return bad_slice("offsets do not fit 64 bits", Reason::kLimit);
+      region.dims.push_back({ratio, 1});
+    }
+    return canonicalise(std::move(regions));
+  }
+  const std::int64_t ratio = to_bits / from_bits;
+  const Slice canonical = canonicalise(std::move(regions));
+  regions = canonical.regions;
+  for (Region& region : regions) {
+    bool whole = !region.dims.empty() && region.dims.back().stride == 1 && region.dims.back().size % ratio == 0 &&
+                 region.offset % ratio == 0;
+    for (std::size_t i = 0; whole && i + 1 < region.dims.size(); ++i) whole = region.dims[i].stride % ratio == 0;
+    if (!whole) {
+      return bad_slice(fmt::format("its runs do not begin and end on multiples of {} bits in the checkpoint tensor", to_bits),
+                       Reason::kUnsupportedOp);
+    }
+    region.offset /= ratio;
+    region.dims.back().size /= ratio;
+    for (std::size_t i = 0; i + 1 < region.dims.size(); ++i) region.dims[i].stride /= ratio;
+  }
+  return canonicalise(std::move(regions));
+}
+
+Status check_byte_runs(const Slice& slice, DType wire) {
+  const int bits = dtype_bits(wire);
+  if (bits % 8 == 0) return {};
+  return change_unit(slice, bits, 8).status();
+}
+
+Status check_slice(const Slice& slice, DType wire, DType dtype, std::int64_t numel) {
+  SHARDPULL_RETURN_IF_ERROR(check_limits(slice));
+  const auto bits = checked_mul<std::int64_t>(numel, dtype_bits(dtype));
+  if (!bits) return bad_slice(fmt::format("a tensor of {} elements is too large", numel), Reason::kLimit);
+  const std::int64_t available = *bits / dtype_bits(wire);
+  std::int64_t total = 0;
+  for (std::size_t i = 0; i < slice.regions.size(); ++i) {
+    const Region& region = slice.regions[i];
+    const auto refused = [&](std::string_view why) {
+      return bad_slice(fmt::format("region {} of the slice, {}, {}", i, to_string(Slice{{region}}), why));
+    };
+    if (region.offset < 0) return refused("starts before the tensor");
+    std::int64_t count = 1;
+    for (const Dim& dim : region.dims) {
+      if (dim.size <= 0 || dim.stride < 0) return refused("has a size or a stride that is not positive");
+      const auto product = checked_mul<std::int64_t>(count, dim.size);
+      if (!product) return refused("has more elements than 64 bits can count");
+      count = *product;
+    }
+    const auto last = last_element(region);
+    if (!last || *last >= available) {
+      return refused(fmt::format("reaches outside the tensor's {} elements of {}", available, dtype_name(wire)));
+    }
+    const auto sum = checked_add<std::int64_t>(total, count);
+    if (!sum) return refused("has more elements than 64 bits can count");
+    total = *sum;
+  }
+  if (!bytes_of(wire, total).ok()) return bytes_of(wire, total).status();
+  return check_byte_runs(slice, wire);
+}
+
+void encode_slice(ByteWriter& writer, const Slice& slice) {
+  writer.u32(static_cast<std::uint32_t>(slice.regions.size()));
+  for (const Region& region : slice.regions) {
+    writer.i64(region.offset);
+    writer.u32(static_cast<std::uint32_t>(region.dims.size()));
+    for (const Dim& dim : region.dims) {
+      writer.i64(dim.size);
+      writer.i64(dim.stride);
+    }
+  }
+}
+
+Status decode_slice(ByteReader& reader, Slice& out) {
+  std::uint32_t regions = 0;
+  SHARDPULL_RETURN_IF_ERROR(reader.count(regions, kMaxRegions, sizeof(std::int64_t) + sizeof(std::uint32_t)));
+  Slice slice;
+  slice.regions.resize(regions);
+  for (Region& region : slice.regions) {
+    std::uint32_t dims = 0;
+    SHARDPULL_RETURN_IF_ERROR(reader.i64(region.offset));
+    SHARDPULL_RETURN_IF_ERROR(reader.count(dims, kMaxDims, 2 * sizeof(std::int64_t)));
+    region.dims.resize(dims);
+    for (Dim& dim : region.dims) {
+      SHARDPULL_RETURN_IF_ERROR(reader.i64(dim.size));
+      SHARDPULL_RETURN_IF_ERROR(reader.i64(dim.stride));
+    }
+  }
+  out = std::move(slice);
+  return {};
+}
+
+}  // namespace shardpull
