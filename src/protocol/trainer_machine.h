@@ -107,6 +107,8 @@ class SenderMachine {
   // Refused: a sync is running, sync id not above the last, a live set that is empty, not ascending, out of range, or not
   // whole replicas.
   Status begin(std::int64_t now_ns, std::uint64_t sync_id, std::vector<std::uint32_t> live, SenderActions& out);
+  // The member's process is up (again). Those lost and not up since are lost to the next sync as it begins.
+  void member_up(const Member& member);
   // The rank's producer has begun the sync: from here on its own watchdog covers it. Required of every rank.
   void rank_began(std::int64_t now_ns, std::uint32_t rank, std::uint64_t sync_id, SenderActions& out);
   void update_started(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id, const Status& status, SenderActions& out);

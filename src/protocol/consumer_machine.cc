@@ -1,0 +1,650 @@
+// The consumer's pipeline, chunk by chunk:
+//
+//   waiting --issue--> asked --Ready--> ready --[slot's generation]--> transferring --> landed --[module order]--> scattering --> done
+//   mapped:            asked --Ready--> ready --[module order]-----------------------------------------------> copying ----> done
+//   without keys:      waiting ---------------[module order]-----------------------------------------------> copying ----> done
+//
+//   issue        in plan order; the chunk K keyed chunks later is issued only after this one has landed (drain before
+//                issue). That makes the producer's `seq mod K` safe.
+//   generation   every use of a receive slot has a number. A transfer into a slot starts only when the use before it has
+//                ended its scatter (Slot::done), which precedes handing the address to the transport. Slots go round
+//                across syncs.
+//   module order a chunk within a module's span waits for the module's first chunk, which materialises and fills it.
+//   signals      a group is signalled to all its owners when every chunk of it has been read: packed chunks when they have
+//                landed, the others when their copy has ended.
+//   errors       the first one is kept and stops everything new; settle() reports it once nothing is in flight.
+#include "protocol/consumer_machine.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "protocol/wording.h"
+
+namespace shardpull {
+
+using namespace consumer_action;  // NOLINT: this file is about them
+
+std::string_view to_string(WorkerState state) {
+  switch (state) {
+    case WorkerState::kIdle: return "idle";
+    case WorkerState::kUpdating: return "updating";
+    case WorkerState::kPrepared: return "prepared";
+    case WorkerState::kCommitting: return "committing";
+    case WorkerState::kFailed: return "failed";
+  }
+  return "unknown";
+}
+
+std::string to_string(const ModuleState& state) {
+  switch (state.kind) {
+    case ModuleState::Kind::kUnset: return "unset";
+    case ModuleState::Kind::kCurrent: return fmt::format("current({})", state.version);
+    case ModuleState::Kind::kLanding: return fmt::format("landing({})", state.version);
+    case ModuleState::Kind::kPrepared: return fmt::format("prepared({})", state.version);
+    case ModuleState::Kind::kMixed:
+      return state.has_old ? fmt::format("mixed({}, {})", state.old_version, state.version)
+                           : fmt::format("mixed(unset, {})", state.version);
+  }
+  return "unknown";
+}
+
+namespace {
+
+constexpr std::uint32_t kNone = 0xFFFFFFFFu;
+
+enum class RunState : std::uint8_t { kWaiting, kAsked, kReady, kTransferring, kLanded };
+enum class ChunkState : std::uint8_t { kWaiting, kIssued, kLanded, kScattering, kDone };
+
+struct RunProgress {
+  RunState state = RunState::kWaiting;
+  ReadyInfo ready;
+};
+
+struct ChunkProgress {
+  ChunkState state = ChunkState::kWaiting;
+  bool read = false;  // nothing of it reads a producer's tensors or slots any more
+  bool posting = false;
+  std::uint32_t slot = kNone;
+  std::uint64_t generation = 0;  // of its use of the slot
+  std::vector<RunProgress> runs;
+};
+
+// What the plan fixes for a chunk beyond the plan's own words.
+struct ChunkFacts {
+  std::uint32_t ordinal = kNone;             // among the chunks with keys
+  std::vector<std::uint32_t> after;          // chunks to be done before this one touches its modules
+  std::uint32_t post_from = 0;               // chunks [post_from, this] are done before its modules are post-processed
+  std::vector<std::uint32_t> blocks;         // groups whose signal waits for this chunk
+  std::vector<std::uint32_t> entries;        // per run: distinct (name, piece), what a mapped Ready must bring
+};
+
+struct Slot {
+  std::uint64_t queued = 0, done = 0;  // uses handed out, uses whose scatter has ended
+};
+
+}  // namespace
+
+struct ConsumerMachine::State {
+  explicit State(ConsumerConfig given) : config(std::move(given)), plan(*config.plan) {
+    const std::size_t count = plan.chunks.size();
+    facts.resize(count);
+    slots.resize(std::max<std::uint32_t>(plan.ring_depth, 1));
+    std::map<std::uint32_t, std::uint32_t> open;  // modules whose span is open: module -> first chunk
+    std::map<std::uint32_t, std::vector<std::uint32_t>> chunks_of_group;
+    for (std::uint32_t c = 0; c < count; ++c) {
+      const Chunk& chunk = plan.chunks[c];
+      ChunkFacts& fact = facts[c];
+      if (!chunk.runs.empty()) {
+        fact.ordinal = static_cast<std::uint32_t>(keyed.size());
+        keyed.push_back(c);
+      }
+      std::set<std::uint32_t> after;
+      for (const auto& [module, opened] : open) after.insert(opened);
+      fact.after.assign(after.begin(), after.end());
+      for (const std::uint32_t module : chunk.materialise) {
+        open.emplace(module, c);
+        fed.insert(module);
+      }
+      fact.post_from = c;
+      for (const std::uint32_t module : chunk.post_process) {
+        const auto it = open.find(module);
+        if (it == open.end()) continue;  // not the planner's work: every module is materialised before
+        fact.post_from = std::min(fact.post_from, it->second);
+        open.erase(it);
+      }
+      for (const Run& run : chunk.runs) {
+        std::set<std::pair<std::uint32_t, std::uint32_t>> distinct;
+        for (std::uint32_t k = 0; k < run.key_count; ++k) {
+          const ChunkKey& key = chunk.keys[run.first_key + k];
+          distinct.emplace(key.name, key.piece);
+        }
+        fact.entries.push_back(static_cast<std::uint32_t>(distinct.size()));
+      }
+      chunks_of_group[chunk.group].push_back(c);
+    }
+    modules.resize(std::max<std::size_t>(config.num_modules, fed.empty() ? 0 : *fed.rbegin() + 1));
+    for (std::uint32_t c = 0; c < count; ++c) {
+      for (const std::uint32_t group : plan.chunks[c].signal_groups) {
+        std::set<std::uint32_t> blockers{c};
+        const auto it = chunks_of_group.find(group);
+        if (it != chunks_of_group.end()) blockers.insert(it->second.begin(), it->second.end());
+        for (const std::uint32_t blocker : blockers) facts[blocker].blocks.push_back(group);
+        blockers_of[group] = static_cast<std::uint32_t>(blockers.size());
+      }
+    }
+  }
+
+  const ConsumerConfig config;
+  const WorkerPlan& plan;
+  std::vector<ChunkFacts> facts;
+  std::vector<std::uint32_t> keyed;                     // chunks with keys, in order
+  std::map<std::uint32_t, std::uint32_t> blockers_of;   // group -> chunks its signal waits for
+  std::set<std::uint32_t> fed;                          // modules the plan feeds
+
+  WorkerState state = WorkerState::kIdle;
+  std::uint64_t sync_id = 0, version = 0;
+  std::vector<ModuleState> modules;
+  std::optional<std::uint64_t> committed;
+  DropCounters drops;
+  bool shut = false;
+
+  // This sync.
+  bool asked = false;  // update() was called
+  Status error;
+  std::vector<ChunkProgress> chunks;
+  std::uint32_t next = 0;        // the next chunk to issue
+  std::uint32_t done_count = 0;
+  std::set<std::uint32_t> startable;       // landed, ready or without keys, and not started for module order
+  std::set<std::uint32_t> posts_due;       // chunks whose modules wait for post-processing
+  std::map<std::uint32_t, std::uint32_t> blockers_left;
+  std::set<std::pair<std::uint32_t, std::uint32_t>> unconfirmed;        // (producer, group)
+  std::map<std::uint32_t, std::vector<std::uint32_t>> outgoing;         // signals of the event at hand, by producer
+  std::int64_t last_progress_ns = 0;
+
+  // Across syncs.
+  std::vector<Slot> slots;
+  std::uint64_t slot_cursor = 0;
+  std::uint32_t transfers = 0, scatters = 0, posts = 0;  // in flight
+
+  bool in_flight() const { return transfers + scatters + posts != 0; }
+  bool working() const { return state == WorkerState::kUpdating && asked && error.ok(); }
+
+  // ---- issuing --------------------------------------------------------------------------------------------------------
+
+  void issue(ConsumerActions& out) {
+    for (; next < plan.chunks.size(); ++next) {
+      const Chunk& chunk = plan.chunks[next];
+      ChunkProgress& progress = chunks[next];
+      if (chunk.runs.empty()) {
+        progress.state = ChunkState::kLanded;
+        startable.insert(next);
+        continue;
+      }
+      const std::uint32_t ordinal = facts[next].ordinal, depth = static_cast<std::uint32_t>(slots.size());
+      if (ordinal >= depth && !chunks[keyed[ordinal - depth]].read) return;
+      progress.state = ChunkState::kIssued;
+      if (chunk.path == Path::kPacked) {
+        progress.slot = static_cast<std::uint32_t>(slot_cursor++ % slots.size());
+        progress.generation = ++slots[progress.slot].queued;
+      }
+      for (std::uint16_t r = 0; r < chunk.runs.size(); ++r) {
+        progress.runs[r].state = RunState::kAsked;
+        out.push_back(SendPull{chunk.runs[r].producer, PullId{sync_id, plan.consumer, next, r, 0, chunk.runs[r].seq}});
+      }
+    }
+  }
+
+  // ---- landing --------------------------------------------------------------------------------------------------------
+
+  void start_transfers(std::uint32_t c, ConsumerActions& out) {
+    ChunkProgress& progress = chunks[c];
+    if (slots[progress.slot].done + 1 != progress.generation) return;  // the use before still reads the slot
+    for (std::uint16_t r = 0; r < progress.runs.size(); ++r) {
+      RunProgress& run = progress.runs[r];
+      if (run.state != RunState::kReady) continue;
+      run.state = RunState::kTransferring;
+      ++transfers;
+      out.push_back(StartTransfer{c, r, plan.chunks[c].runs[r].producer, progress.slot, run.ready});
+    }
+  }
+
+  // Nothing of the chunk reads a producer any more.
+  void end_reading(std::uint32_t c) {
+    chunks[c].read = true;
+    for (const std::uint32_t group : facts[c].blocks) {
+      if (--blockers_left[group] == 0) signal(group);
+    }
+  }
+
+  void signal(std::uint32_t group) {
+    for (const std::uint32_t owner : plan.group_owners[group]) {
+      unconfirmed.emplace(owner, group);
+      outgoing[owner].push_back(group);
+    }
+  }
+
+  // ---- scattering -----------------------------------------------------------------------------------------------------
+
+  void touch(std::uint32_t module) {
+    ModuleState& m = modules[module];
+    if (m.kind == ModuleState::Kind::kCurrent || m.kind == ModuleState::Kind::kPrepared) {
+      m.has_old = true;
+      m.old_version = m.version;
+    }
+    m.kind = ModuleState::Kind::kLanding;
+    m.version = version;
+  }
+
+  void start_scatters(ConsumerActions& out) {
+    for (auto it = startable.begin(); it != startable.end();) {
+      const std::uint32_t c = *it;
+      const bool blocked = std::any_of(facts[c].after.begin(), facts[c].after.end(), [&](std::uint32_t before) {
+        return chunks[before].state != ChunkState::kDone;
+      });
+      if (blocked) {
+        ++it;
+        continue;
+      }
+      it = startable.erase(it);
+      ChunkProgress& progress = chunks[c];
+      progress.state = ChunkState::kScattering;
+      ++scatters;
+      for (const std::uint32_t module : plan.chunks[c].materialise) touch(module);
+      if (plan.chunks[c].path == Path::kPacked && !plan.chunks[c].runs.empty()) {
+        out.push_back(StartScatter{c, progress.slot});
+      } else {
+        StartCopy copy{c, {}};
+        for (RunProgress& run : progress.runs) copy.ready.push_back(std::move(run.ready));
+        out.push_back(std::move(copy));
+      }
+    }
+  }
+
+  void start_posts(ConsumerActions& out) {
+    for (auto it = posts_due.begin(); it != posts_due.end();) {
+      const std::uint32_t c = *it;
+      bool complete = true;
+      for (std::uint32_t before = facts[c].post_from; before <= c && complete; ++before) {
+        complete = chunks[before].state == ChunkState::kDone;
+      }
+      if (!complete) {
+        ++it;
+        continue;
+      }
+      it = posts_due.erase(it);
+      chunks[c].posting = true;
+      ++posts;
+      out.push_back(StartPost{c});
+    }
+  }
+
+  // ---- what follows from an event -------------------------------------------------------------------------------------
+
+  void advance(ConsumerActions& out) {
+    if (working()) {
+      issue(out);
+      start_scatters(out);
+      start_posts(out);
+      for (auto& [producer, groups] : std::exchange(outgoing, {})) {
+        out.push_back(SendSignals{producer, sync_id, std::move(groups)});
+      }
+      if (done_count == plan.chunks.size() && unconfirmed.empty()) {
+        state = WorkerState::kPrepared;
+        out.push_back(UpdateDone{sync_id, {}});
+      }
+    }
+    settle(out);
+  }
+
+  void settle(ConsumerActions& out) {
+    if (state == WorkerState::kCommitting && posts == 0) {
+      if (!error.ok()) {
+        end_failed();
+        out.push_back(FinishDone{sync_id, error});
+        return;
+      }
+      for (const std::uint32_t module : fed) modules[module] = {ModuleState::Kind::kCurrent, version, 0, false};
+      committed = version;
+      state = WorkerState::kIdle;
+      out.push_back(FinishDone{sync_id, {}});
+      return;
+    }
+    if ((state == WorkerState::kUpdating || state == WorkerState::kPrepared) && !error.ok() && !in_flight()) {
+      end_failed();
+      out.push_back(UpdateDone{sync_id, error});
+    }
+  }
+
+  void end_failed() {
+    state = WorkerState::kFailed;
+    for (ModuleState& module : modules) {
+      if (module.kind == ModuleState::Kind::kLanding) module.kind = ModuleState::Kind::kMixed;
+    }
+    for (Slot& slot : slots) slot.done = slot.queued;
+    startable.clear();
+    posts_due.clear();
+    outgoing.clear();
+    unconfirmed.clear();
+  }
+
+  // Keeps the first error. `ours`: found here, so that the sender is to hear of it.
+  void set_error(const Status& why, bool ours, ConsumerActions& out) {
+    if (error.ok()) {
+      error = why;
+      if (ours) out.push_back(ReportFailure{sync_id, why});
+    }
+    settle(out);
+  }
+
+  std::string describe(std::uint32_t c) const {
+    return fmt::format("{}: chunk {} (group {})", worker_name(plan.consumer), c, plan.chunks[c].group);
+  }
+
+  // The chunk's run that `pull` names, when a reply to it is still awaited from `producer`.
+  RunProgress* awaited(std::uint32_t producer, const PullId& pull) {
+    if (pull.sync_id != sync_id || state != WorkerState::kUpdating) {
+      ++drops.stale_sync;
+      return nullptr;
+    }
+    if (!working() || pull.consumer != plan.consumer || pull.chunk >= chunks.size() ||
+        pull.run >= chunks[pull.chunk].runs.size() || pull.attempt != 0) {
+      ++drops.unknown;
+      return nullptr;
+    }
+    const Run& run = plan.chunks[pull.chunk].runs[pull.run];
+    RunProgress& progress = chunks[pull.chunk].runs[pull.run];
+    if (progress.state != RunState::kAsked || run.producer != producer || run.seq != pull.seq) {
+      ++drops.unknown;
+      return nullptr;
+    }
+    return &progress;
+  }
+
+  bool needs(std::uint32_t producer) const {
+    if (state != WorkerState::kUpdating) return false;
+    for (std::uint32_t c = 0; c < plan.chunks.size(); ++c) {
+      if (chunks[c].read) continue;
+      for (const Run& run : plan.chunks[c].runs) {
+        if (run.producer == producer) return true;
+      }
+      for (const std::uint32_t group : facts[c].blocks) {  // not signalled yet
+        const auto& owners = plan.group_owners[group];
+        if (std::find(owners.begin(), owners.end(), producer) != owners.end()) return true;
+      }
+    }
+    const auto it = unconfirmed.lower_bound({producer, 0});
+    return it != unconfirmed.end() && it->first == producer;
+  }
+};
+
+ConsumerMachine::ConsumerMachine(ConsumerConfig config) : state_(std::make_unique<State>(std::move(config))) {}
+ConsumerMachine::~ConsumerMachine() = default;
+
+Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version,
+                                     ConsumerActions& out) {
+  State& s = *state_;
+  (void)out;
+  if (s.shut) return shutting_down();
+  const std::string me = worker_name(s.plan.consumer);
+  if (s.state == WorkerState::kUpdating || s.state == WorkerState::kCommitting) {
+    return wrong_state(fmt::format("{}: start_update of sync {} while {} in sync {}", me, sync_id, to_string(s.state), s.sync_id));
+  }
+  if (s.in_flight()) {
+    return wrong_state(fmt::format("{}: start_update of sync {} while post-processing of sync {} runs", me, sync_id, s.sync_id));
+  }
+  if (sync_id <= s.sync_id) return wrong_state(fmt::format("{}: sync {} is not after sync {}", me, sync_id, s.sync_id));
+  s.state = WorkerState::kUpdating;
+  s.sync_id = sync_id;
+  s.version = version;
+  s.asked = false;
+  s.error = {};
+  s.next = s.done_count = 0;
+  s.startable.clear();
+  s.posts_due.clear();
+  s.outgoing.clear();
+  s.unconfirmed.clear();
+  s.blockers_left = s.blockers_of;
+  s.chunks.assign(s.plan.chunks.size(), ChunkProgress{});
+  for (std::size_t c = 0; c < s.chunks.size(); ++c) s.chunks[c].runs.resize(s.plan.chunks[c].runs.size());
+  s.last_progress_ns = now_ns;
+  return {};
+}
+
+Status ConsumerMachine::update(std::int64_t now_ns, ConsumerActions& out) {
+  State& s = *state_;
+  if (s.shut) return shutting_down();
+  if (s.state == WorkerState::kFailed || !s.error.ok()) return s.error;
+  if (s.state != WorkerState::kUpdating || s.asked) {
+    return wrong_state(fmt::format("{}: update without start_update (the worker is {})", worker_name(s.plan.consumer),
+                                   to_string(s.state)));
+  }
+  s.asked = true;
+  s.last_progress_ns = now_ns;
+  for (const std::uint32_t group : s.plan.pre_free) s.signal(group);
+  s.advance(out);
+  return {};
+}
+
+void ConsumerMachine::ready(std::int64_t now_ns, std::uint32_t producer, const PullId& pull, ReadyInfo ready,
+                            ConsumerActions& out) {
+  State& s = *state_;
+  RunProgress* run = s.awaited(producer, pull);
+  if (run == nullptr) return;
+  const Chunk& chunk = s.plan.chunks[pull.chunk];
+  const auto corrupt = [&](std::string message) {
+    s.set_error(peer_error(StatusCode::kDataLoss, trainer_name(producer),
+                           fmt::format("{}: {} {}", s.describe(pull.chunk), trainer_name(producer), message), Reason::kCorrupt),
+                true, out);
+  };
+  if (ready.path != chunk.path) {
+    return corrupt(fmt::format("answered on path {}, the plan says {}", to_string(ready.path), to_string(chunk.path)));
+  }
+  if (chunk.path == Path::kPacked && ready.bytes != chunk.runs[pull.run].bytes) {
+    return corrupt(fmt::format("packed {} bytes, the plan says {}", ready.bytes, chunk.runs[pull.run].bytes));
+  }
+  if (chunk.path != Path::kPacked && ready.entries.size() != s.facts[pull.chunk].entries[pull.run]) {
+    return corrupt(fmt::format("named {} tensors, the plan says {}", ready.entries.size(),
+                               s.facts[pull.chunk].entries[pull.run]));
+  }
+  run->state = RunState::kReady;
+  run->ready = std::move(ready);
+  s.last_progress_ns = now_ns;
+  ChunkProgress& progress = s.chunks[pull.chunk];
+  if (chunk.path == Path::kPacked) {
+    s.start_transfers(pull.chunk, out);
+  } else if (std::all_of(progress.runs.begin(), progress.runs.end(),
+                         [](const RunProgress& r) { return r.state == RunState::kReady; })) {
+    s.startable.insert(pull.chunk);
+  }
+  s.advance(out);
+}
+
+void ConsumerMachine::pull_failed(std::int64_t now_ns, std::uint32_t producer, const PullId& pull, const Status& why,
+                                  ConsumerActions& out) {
+  State& s = *state_;
+  (void)now_ns;
+  if (s.awaited(producer, pull) == nullptr) return;
+  s.set_error(why.with_context(fmt::format("{} from {}", s.describe(pull.chunk), trainer_name(producer))), true, out);
+}
+
+void ConsumerMachine::transfer_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, std::uint16_t run,
+                                    const Status& status, ConsumerActions& out) {
+  State& s = *state_;
+  if (sync_id != s.sync_id || chunk >= s.chunks.size() || run >= s.chunks[chunk].runs.size() ||
+      s.chunks[chunk].runs[run].state != RunState::kTransferring) {
+    ++s.drops.unknown;
+    return;
+  }
+  ChunkProgress& progress = s.chunks[chunk];
+  progress.runs[run].state = RunState::kLanded;
+  --s.transfers;
+  s.last_progress_ns = now_ns;
+  if (!status.ok()) {
+    return s.set_error(
+        status.with_context(fmt::format("{} from {}", s.describe(chunk), trainer_name(s.plan.chunks[chunk].runs[run].producer))),
+        true, out);
+  }
+  if (s.working() && std::all_of(progress.runs.begin(), progress.runs.end(),
+                                 [](const RunProgress& r) { return r.state == RunState::kLanded; })) {
+    progress.state = ChunkState::kLanded;
+    s.end_reading(chunk);
+    s.startable.insert(chunk);
+  }
+  s.advance(out);
+}
+
+void ConsumerMachine::scatter_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, const Status& status,
+                                   ConsumerActions& out) {
+  State& s = *state_;
+  if (sync_id != s.sync_id || chunk >= s.chunks.size() || s.chunks[chunk].state != ChunkState::kScattering) {
+    ++s.drops.unknown;
+    return;
+  }
+  ChunkProgress& progress = s.chunks[chunk];
+  progress.state = ChunkState::kDone;
+  --s.scatters;
+  s.last_progress_ns = now_ns;
+  if (progress.slot != kNone) s.slots[progress.slot].done = progress.generation;
+  if (!status.ok()) return s.set_error(status.with_context(s.describe(chunk)), true, out);
+  if (s.working()) {
+    ++s.done_count;
+    if (!progress.read) s.end_reading(chunk);
+    if (!s.plan.chunks[chunk].post_process.empty()) s.posts_due.insert(chunk);
+    // At most one chunk can have waited for this slot's generation.
+    for (std::uint32_t c = 0; c < s.next; ++c) {
+      if (progress.slot != kNone && s.chunks[c].slot == progress.slot && s.chunks[c].state == ChunkState::kIssued) {
+        s.start_transfers(c, out);
+      }
+    }
+  }
+  s.advance(out);
+}
+
+void ConsumerMachine::post_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, const Status& status,
+                                ConsumerActions& out) {
+  State& s = *state_;
+  if (sync_id != s.sync_id || chunk >= s.chunks.size() || !s.chunks[chunk].posting) {
+    ++s.drops.unknown;
+    return;
+  }
+  s.chunks[chunk].posting = false;
+  --s.posts;
+  s.last_progress_ns = now_ns;
+  if (!status.ok()) return s.set_error(status.with_context(s.describe(chunk) + ": post-processing"), true, out);
+  for (const std::uint32_t module : s.plan.chunks[chunk].post_process) {
+    if (!s.fed.contains(module)) continue;
+    s.modules[module].kind = ModuleState::Kind::kPrepared;
+  }
+  s.advance(out);
+}
+
+void ConsumerMachine::signals_acked(std::int64_t now_ns, std::uint32_t producer, std::uint64_t sync_id,
+                                    const std::vector<std::uint32_t>& groups, ConsumerActions& out) {
+  State& s = *state_;
+  if (sync_id != s.sync_id) {
+    ++s.drops.stale_sync;
+    return;
+  }
+  for (const std::uint32_t group : groups) {
+    if (s.unconfirmed.erase({producer, group}) == 0) {
+      ++s.drops.unknown;
+    } else {
+      s.last_progress_ns = now_ns;
+    }
+  }
+  s.advance(out);
+}
+
+Status ConsumerMachine::finish_update(std::int64_t now_ns, std::uint64_t sync_id, ConsumerActions& out) {
+  State& s = *state_;
+  (void)now_ns;
+  if (s.shut) return shutting_down();
+  if (sync_id == s.sync_id && !s.error.ok()) return s.error;
+  if (sync_id != s.sync_id || s.state != WorkerState::kPrepared) {
+    return wrong_state(fmt::format("{}: finish_update of sync {} while {} in sync {}", worker_name(s.plan.consumer), sync_id,
+                                   to_string(s.state), s.sync_id));
+  }
+  s.state = WorkerState::kCommitting;
+  s.settle(out);
+  return {};
+}
+
+void ConsumerMachine::producer_lost(std::int64_t now_ns, std::uint32_t producer, const Status& why, ConsumerActions& out) {
+  State& s = *state_;
+  (void)now_ns;
+  if (!s.error.ok() || !s.needs(producer)) return;
+  s.set_error(Status(StatusCode::kUnavailable,
+                     fmt::format("{} lost {} in sync {}: {}", worker_name(s.plan.consumer), trainer_name(producer), s.sync_id,
+                                 why.message()),
+                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = trainer_name(producer)}),
+              true, out);
+}
+
+void ConsumerMachine::fail(std::int64_t now_ns, std::uint64_t sync_id, const Status& why, ConsumerActions& out) {
+  State& s = *state_;
+  (void)now_ns;
+  if (sync_id != s.sync_id) {
+    ++s.drops.stale_sync;
+    return;
+  }
+  if (s.state == WorkerState::kUpdating || s.state == WorkerState::kPrepared) s.set_error(why, false, out);
+}
+
+void ConsumerMachine::tick(std::int64_t now_ns, ConsumerActions& out) {
+  State& s = *state_;
+  if (!s.working() || now_ns - s.last_progress_ns < s.config.stall_timeout_ns) return;
+  std::string waiting;
+  for (std::uint32_t c = 0; c < s.chunks.size(); ++c) {
+    for (std::size_t r = 0; r < s.chunks[c].runs.size(); ++r) {
+      if (s.chunks[c].runs[r].state != RunState::kTransferring) continue;
+      waiting += fmt::format("; the transfer of chunk {} from {}", c, trainer_name(s.plan.chunks[c].runs[r].producer));
+    }
+    if (s.chunks[c].state == ChunkState::kScattering) waiting += fmt::format("; the copies of chunk {}", c);
+  }
+  if (waiting.empty() && s.done_count == s.plan.chunks.size()) {
+    std::map<std::uint32_t, std::vector<std::uint32_t>> by_producer;
+    for (const auto& [producer, group] : s.unconfirmed) by_producer[producer].push_back(group);
+    for (const auto& [producer, groups] : by_producer) {
+      waiting += fmt::format("; {} to confirm the signals of {}", trainer_name(producer), count_noun("group", groups));
+    }
+  }
+  if (waiting.empty()) return;
+  s.set_error(stalled(fmt::format("{}: sync {} made no progress for {:.3g} s, waiting for{}", worker_name(s.plan.consumer),
+                                  s.sync_id, static_cast<double>(now_ns - s.last_progress_ns) / 1e9, waiting.substr(1))),
+              true, out);
+}
+
+void ConsumerMachine::shutdown(ConsumerActions& out) {
+  State& s = *state_;
+  if (s.shut) return;
+  s.shut = true;
+  if (s.state == WorkerState::kUpdating || s.state == WorkerState::kPrepared) s.set_error(shutting_down(), true, out);
+}
+
+WorkerState ConsumerMachine::state() const { return state_->state; }
+std::uint64_t ConsumerMachine::sync_id() const { return state_->sync_id; }
+bool ConsumerMachine::in_flight() const { return state_->in_flight(); }
+const std::vector<ModuleState>& ConsumerMachine::modules() const { return state_->modules; }
+const DropCounters& ConsumerMachine::drops() const { return state_->drops; }
+
+Result<std::uint64_t> ConsumerMachine::version() const {
+  const State& s = *state_;
+  std::string others;
+  std::size_t count = 0;
+  for (const std::uint32_t module : s.fed) {
+    const ModuleState& m = s.modules[module];
+    if (m.kind == ModuleState::Kind::kCurrent && s.committed && *s.committed == m.version) continue;
+    if (++count <= 8) others += fmt::format("{}module {} is {}", others.empty() ? "" : ", ", module, to_string(m));
+  }
+  if (count == 0 && s.committed) return *s.committed;
+  return wrong_state(count == 0 ? fmt::format("{} holds no version yet", worker_name(s.plan.consumer))
+                                : fmt::format("{} holds no single version: {}{}", worker_name(s.plan.consumer), others,
+                                              count > 8 ? fmt::format(", ... ({} in all)", count) : ""));
+}
+
+}  // namespace shardpull

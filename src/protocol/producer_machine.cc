@@ -1,0 +1,1242 @@
+// The producer's rules, and where each lives:
+//
+//   early messages   per consumer, for the newest sync not begun here: Early; applied by begin_sync. Bounded: a signal set
+//                    over the model's groups, one pull per announced (chunk, run).
+//   free barrier     Group::signalled is a set over the consumers; `missing` counts the live ones not in it. A group is
+//                    freed when it is published, nothing is missing and no pack reads it: maybe_free.
+//   parked pulls     per consumer and seq: Serve. Mapped pulls wait for their group alone; packed ones meet the other
+//                    sharers in a Meeting and the last to arrive packs: try_pack.
+//   slots            slot = seq mod K. A slot is written when every live sharer has pulled that seq, which each does only
+//                    after its pull K earlier has landed. `readers` are those that were answered and have not shown yet
+//                    that they are done (by a later pull of the slot, a signal of the group, a newer sync, leaving).
+//   packs            outlive a failed sync: Pack tickets are kept apart from it, hold their slot, and delay SyncQuiet.
+//   watchdog         last_progress_ns: begin, publish, accepted signal, pack done, pull served.
+#include "protocol/producer_machine.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "base/checked.h"
+#include "base/status_macros.h"
+#include "protocol/wording.h"
+
+namespace shardpull {
+namespace {
+
+using namespace producer_action;  // NOLINT: this file is about them
+
+constexpr std::uint32_t kNone = 0xFFFFFFFFu;
+
+// What one consumer takes here: its pulls by seq, and the seq of a (chunk, run).
+struct PullTable {
+  std::vector<std::shared_ptr<const PullDescription>> by_seq;
+  std::unordered_map<std::uint64_t, std::uint32_t> seq_of;
+  Digest128 digest;
+  std::uint64_t slot_bytes = 0;
+
+  static std::uint64_t key(std::uint32_t chunk, std::uint32_t run) { return std::uint64_t{chunk} << 32 | run; }
+  const PullDescription* find(std::uint32_t chunk, std::uint32_t run) const {
+    const auto it = seq_of.find(key(chunk, run));
+    return it == seq_of.end() ? nullptr : by_seq[it->second].get();
+  }
+};
+
+// Messages of one consumer for a sync that has not begun here.
+struct Early {
+  std::uint64_t sync_id = 0;
+  std::vector<PullId> pulls;  // one per (chunk, run), in order of arrival
+  std::set<std::uint32_t> groups;
+  std::size_t size() const { return pulls.size() + groups.size(); }
+};
+
+struct Serve {
+  enum class State : std::uint8_t { kNone, kParked, kServed };
+  State state = State::kNone;
+  PullId id;
+};
+
+struct Consumer {
+  std::uint64_t incarnation = 0;  // 0: none known yet
+  bool gone = false;
+  bool live = false;  // in the running (or last) sync
+  std::shared_ptr<const PullTable> table;
+  Early early;
+  std::vector<Serve> serves;  // by seq, this sync
+};
+
+struct Slot {
+  std::uint64_t ticket = 0;  // of the pack that writes it; 0: none
+  std::uint64_t sync_id = 0;
+  std::uint32_t seq = kNone;  // what it holds, of `sync_id`; kNone: nothing
+  std::uint32_t group = 0;
+  std::vector<std::uint64_t> sums;
+  std::vector<std::uint32_t> readers;
+  bool busy() const { return ticket != 0 || !readers.empty(); }
+};
+
+struct WaitingReserve {
+  std::uint32_t consumer = 0;
+  std::uint64_t incarnation = 0;
+  std::shared_ptr<const PullTable> table;
+};
+
+// The live sharers' appointment for one seq.
+struct Meeting {
+  std::vector<std::uint32_t> arrived;
+  std::uint64_t ticket = 0;
+};
+
+// One sharing group: its serve ring and who meets there.
+struct Ring {
+  std::uint64_t slot_bytes = 0;      // allocated
+  std::uint64_t asked_bytes = 0;     // of the AllocateRing under way; 0: none
+  std::vector<Slot> slots;
+  std::vector<WaitingReserve> waiting;
+  std::map<std::uint32_t, Meeting> meetings;  // by seq, this sync
+  std::uint32_t live_sharers = 0;
+
+  bool busy() const {
+    return std::any_of(slots.begin(), slots.end(), [](const Slot& slot) { return slot.busy(); });
+  }
+};
+
+struct Group {
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> held;  // (name, piece) published here, ascending; empty: not owned
+  // This sync:
+  bool in_sync = false, published = false, freed = false;
+  std::vector<PublishedView> views;  // ascending by (name, piece)
+  std::vector<bool> signalled;       // by consumer
+  std::uint32_t missing = 0;         // live consumers that have not signalled
+  std::uint32_t packs = 0;           // packs that read it
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> parked_mapped;  // (consumer, seq)
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> meetings;       // (sharing group, seq)
+};
+
+struct ActivePack {
+  std::uint64_t sync_id = 0;
+  std::uint32_t sharing_group = 0, slot = 0, seq = 0, group = 0;
+};
+
+bool fits(const PublishedView& view) {
+  const int bits = dtype_bits(view.dtype);
+  std::int64_t last = 0;  // index of the last element, from the first
+  std::int64_t numel = 1;
+  for (std::size_t d = view.shape.size(); d-- > 0;) {
+    const std::int64_t size = view.shape[d];
+    if (size < 0) return false;
+    if (size == 0) return true;
+    const std::int64_t stride = view.location.stride.empty() ? numel : view.location.stride[d];
+    if (stride < 0) return false;
+    const auto reach = checked_mul(size - 1, stride);
+    const auto sum = reach ? checked_add(last, *reach) : std::nullopt;
+    const auto count = checked_mul(numel, size);
+    if (!sum || !count) return false;
+    last = *sum;
+    numel = *count;
+  }
+  const auto elements = checked_add(last, 1);
+  const auto all_bits = elements ? checked_mul(*elements, bits) : std::nullopt;
+  return all_bits && static_cast<std::uint64_t>(ceil_div<std::int64_t>(*all_bits, 8)) <= view.location.where.bytes;
+}
+
+}  // namespace
+
+struct ProducerMachine::State {
+  explicit State(ProducerConfig given) : config(std::move(given)), tables(*config.tables) {
+    consumers.resize(tables.num_consumers);
+    sharing = effective_workers_per_replica(tables);
+    replica = std::max(1u, tables.num_consumers / std::max(1u, tables.num_replicas));
+    rings.resize(sharing);
+    groups.resize(tables.group_lens.size());
+    group_of = group_of_names(tables);
+    const Ownership& own = tables.ownership;
+    const auto owns = [&](std::int32_t owner_class) {
+      const auto& set = own.owner_sets[static_cast<std::size_t>(owner_class)];
+      return std::binary_search(set.begin(), set.end(), config.rank);
+    };
+    for (std::uint32_t name = 0; name < group_of.size(); ++name) {
+      const bool held = own.name_owner_class.empty() ||
+                        (own.name_owner_class[name] >= 0 && owns(own.name_owner_class[name]));
+      if (held) groups[group_of[name]].held.emplace_back(name, 0);
+    }
+    for (std::uint32_t piece = 0; piece < own.pieces.size(); ++piece) {
+      if (owns(static_cast<std::int32_t>(own.pieces[piece].owner_class))) {
+        groups[group_of[own.pieces[piece].name]].held.emplace_back(own.pieces[piece].name, piece + 1);
+      }
+    }
+    for (Group& group : groups) std::sort(group.held.begin(), group.held.end());
+  }
+
+  const ProducerConfig config;
+  const InitTables& tables;
+  std::uint32_t sharing = 1;  // ids equal modulo this share slots
+  std::uint32_t replica = 1;  // workers of one replica
+  std::vector<std::uint32_t> group_of;
+
+  std::vector<Consumer> consumers;
+  std::vector<Ring> rings;
+  std::vector<Group> groups;
+  std::set<std::uint32_t> waiting_rings;  // those with announcements that wait for memory
+  std::map<std::uint64_t, ActivePack> packs;
+  std::set<std::uint64_t> unquiet;  // failed syncs whose SyncQuiet is due
+  std::uint64_t next_ticket = 1;
+  std::uint64_t packs_done = 0;
+  DropCounters drops;
+  bool shut = false;
+
+  // The running (or last) sync.
+  std::uint64_t sync_id = 0;
+  bool running = false, ending = false;
+  std::uint64_t version = 0;
+  std::uint32_t live_count = 0;
+  std::uint32_t unpublished = 0, unfreed = 0;
+  std::int64_t last_progress_ns = 0;
+  Status failure;
+  std::uint64_t early_failure_id = 0;
+  Status early_failure;
+
+  std::string me() const { return trainer_name(config.rank); }
+
+  // ---- replies --------------------------------------------------------------------------------------------------------
+
+  static void refuse(std::uint64_t incarnation, const PullId& pull, Status why, ProducerActions& out) {
+    out.push_back(FailReply{incarnation, pull, std::move(why)});
+  }
+
+  void unpark(std::uint32_t consumer, std::uint32_t seq, const Status& why, ProducerActions& out) {
+    Serve& serve = consumers[consumer].serves[seq];
+    if (serve.state != Serve::State::kParked) return;
+    serve.state = Serve::State::kNone;
+    refuse(consumers[consumer].incarnation, serve.id, why, out);
+  }
+
+  // The same seq served once more is not progress: a consumer that only repeats itself must not hold the watchdog off.
+  void answer(std::int64_t now_ns, std::uint32_t consumer, std::uint32_t seq, ReadyInfo ready, ProducerActions& out) {
+    Serve& serve = consumers[consumer].serves[seq];
+    if (serve.state != Serve::State::kServed) last_progress_ns = now_ns;
+    serve.state = Serve::State::kServed;
+    out.push_back(ReadyReply{consumers[consumer].incarnation, serve.id, std::move(ready)});
+  }
+
+  // ---- published views ------------------------------------------------------------------------------------------------
+
+  // One location per distinct (name, piece) of the pull, in order of first use among its keys.
+  std::vector<PublishedView> sources_of(const PullDescription& pull) const {
+    const Group& group = groups[pull.group];
+    std::vector<PublishedView> sources;
+    std::set<std::pair<std::uint32_t, std::uint32_t>> seen;
+    for (const ChunkKey& key : pull.keys) {
+      if (!seen.emplace(key.name, key.piece).second) continue;
+      const auto it = std::lower_bound(group.views.begin(), group.views.end(), std::pair(key.name, key.piece),
+                                       [](const PublishedView& view, const std::pair<std::uint32_t, std::uint32_t>& what) {
+                                         return std::pair(view.name, view.piece) < what;
+                                       });
+      sources.push_back(*it);  // there: reserve() checked the key against `held`, publish_group() the views
+    }
+    return sources;
+  }
+
+  ReadyInfo mapped_ready(const PullDescription& pull) const {
+    ReadyInfo ready;
+    ready.path = pull.path;
+    ready.sharing_group = pull.lane.sharing_group;
+    ready.bytes = pull.bytes;
+    for (PublishedView& view : sources_of(pull)) ready.entries.push_back(std::move(view.location));
+    return ready;
+  }
+
+  static ReadyInfo packed_ready(const PullDescription& pull, std::uint32_t slot_index, const Slot& slot) {
+    ReadyInfo ready;
+    ready.path = pull.path;
+    ready.sharing_group = pull.lane.sharing_group;
+    ready.slot = slot_index;
+    ready.bytes = pull.bytes;
+    ready.sums = slot.sums;
+    return ready;
+  }
+
+  // ---- packing --------------------------------------------------------------------------------------------------------
+
+  std::uint32_t slot_of(std::uint32_t seq) const { return seq % tables.ring_depth; }
+
+  // Starts the pack of a meeting when every live sharer is there, the group is published and the slot is free.
+  void try_pack(std::uint32_t sharing_group, std::uint32_t seq, ProducerActions& out) {
+    Ring& ring = rings[sharing_group];
+    const auto it = ring.meetings.find(seq);
+    if (!running || it == ring.meetings.end() || it->second.ticket != 0 || it->second.arrived.empty()) return;
+    Meeting& meeting = it->second;
+    if (meeting.arrived.size() != ring.live_sharers) return;  // only live consumers are in it, each once
+    const auto& pull = consumers[meeting.arrived.front()].table->by_seq[seq];
+    Group& group = groups[pull->group];
+    if (!group.published || ring.asked_bytes != 0 || ring.slots.empty()) return;
+    Slot& slot = ring.slots[slot_of(seq)];
+    if (slot.ticket != 0) return;  // a pack of an earlier sync still writes it
+
+    const std::uint64_t ticket = next_ticket++;
+    // Sharers that have left may still read the slot: they have no part in any sync that could be committed.
+    slot = Slot{};
+    slot.ticket = ticket;
+    slot.sync_id = sync_id;
+    slot.group = pull->group;
+    meeting.ticket = ticket;
+    ++group.packs;
+    packs.emplace(ticket, ActivePack{sync_id, sharing_group, slot_of(seq), seq, pull->group});
+    out.push_back(Pack{ticket, sharing_group, slot_of(seq), pull, sources_of(*pull)});
+  }
+
+  void try_all_packs(std::uint32_t sharing_group, ProducerActions& out) {
+    std::vector<std::uint32_t> seqs;
+    for (const auto& [seq, meeting] : rings[sharing_group].meetings) seqs.push_back(seq);
+    for (const std::uint32_t seq : seqs) try_pack(sharing_group, seq, out);
+  }
+
+  // ---- slots being read -----------------------------------------------------------------------------------------------
+
+  template <typename Predicate>
+  void stop_reading(std::uint32_t consumer, Predicate which) {
+    for (Slot& slot : rings[consumer % sharing].slots) {
+      if (which(slot)) std::erase(slot.readers, consumer);
+    }
+  }
+  // What it sends in this sync shows that its reads of earlier ones have ended: a worker starts a sync with nothing in flight.
+  void stop_reading_earlier_syncs(std::uint32_t consumer) {
+    stop_reading(consumer, [&](const Slot& slot) { return slot.sync_id != sync_id; });
+  }
+  void stop_reading_all(std::uint32_t consumer) {
+    stop_reading(consumer, [](const Slot&) { return true; });
+  }
+
+  // ---- the barrier ----------------------------------------------------------------------------------------------------
+
+  void maybe_free(std::uint32_t g, ProducerActions& out) {
+    Group& group = groups[g];
+    if (!running || !group.in_sync || !group.published || group.freed || group.missing != 0 || group.packs != 0) return;
+    group.freed = true;
+    --unfreed;
+    const Status freed = freed_status(g);
+    for (const auto& [consumer, seq] : std::exchange(group.parked_mapped, {})) unpark(consumer, seq, freed, out);
+    for (const auto& [sharing_group, seq] : std::exchange(group.meetings, {})) {
+      auto& meetings = rings[sharing_group].meetings;
+      const auto it = meetings.find(seq);
+      if (it == meetings.end()) continue;
+      for (const std::uint32_t consumer : it->second.arrived) unpark(consumer, seq, freed, out);
+      meetings.erase(it);
+    }
+    group.views.clear();
+    out.push_back(GroupFreed{sync_id, g});
+  }
+
+  Status freed_status(std::uint32_t g) const {
+    return peer_error(StatusCode::kFailedPrecondition, {},
+                      fmt::format("{}: group {} has been freed in sync {}", me(), g, sync_id));
+  }
+
+  // ---- the end of a sync ----------------------------------------------------------------------------------------------
+
+  void fail_sync(const Status& why, ProducerActions& out) {
+    if (!running) return;
+    failure = why;
+    running = ending = false;
+    for (std::uint32_t c = 0; c < consumers.size(); ++c) {
+      for (std::uint32_t seq = 0; seq < consumers[c].serves.size(); ++seq) unpark(c, seq, why, out);
+    }
+    for (Ring& ring : rings) ring.meetings.clear();
+    for (Group& group : groups) {
+      group.views.clear();
+      group.parked_mapped.clear();
+      group.meetings.clear();
+    }
+    out.push_back(SyncFailed{sync_id, why});
+    unquiet.insert(sync_id);
+    settle_quiet(out);
+  }
+
+  void settle_quiet(ProducerActions& out) {
+    std::erase_if(unquiet, [&](std::uint64_t id) {
+      for (const auto& [ticket, pack] : packs) {
+        if (pack.sync_id == id) return false;
+      }
+      out.push_back(SyncQuiet{id});
+      return true;
+    });
+  }
+
+  bool anything_parked() const {
+    for (const Consumer& consumer : consumers) {
+      for (const Serve& serve : consumer.serves) {
+        if (serve.state == Serve::State::kParked) return true;
+      }
+    }
+    return false;
+  }
+
+  bool anything_read() const {
+    for (const Ring& ring : rings) {
+      for (const Slot& slot : ring.slots) {
+        if (slot.sync_id != sync_id) continue;
+        if (slot.ticket != 0) return true;
+        for (const std::uint32_t reader : slot.readers) {
+          if (consumers[reader].live) return true;
+        }
+      }
+    }
+    return false;
+  }
+
+  // Whatever may follow from an event: a ring that waited for its last reader, the end of the sync.
+  void settle(ProducerActions& out) {
+    if (running && ending && unfreed == 0 && !anything_parked() && !anything_read()) {
+      running = ending = false;
+      out.push_back(SyncEnded{sync_id});
+    }
+    for (auto it = waiting_rings.begin(); it != waiting_rings.end();) {
+      settle_ring(*it, out);
+      it = rings[*it].waiting.empty() ? waiting_rings.erase(it) : std::next(it);
+    }
+  }
+
+  // ---- reserving ------------------------------------------------------------------------------------------------------
+
+  void settle_ring(std::uint32_t sharing_group, ProducerActions& out) {
+    Ring& ring = rings[sharing_group];
+    if (ring.asked_bytes != 0) return;
+    std::uint64_t wanted = 0;
+    for (const WaitingReserve& waiting : ring.waiting) wanted = std::max(wanted, waiting.table->slot_bytes);
+    if (wanted <= ring.slot_bytes) {
+      for (WaitingReserve& waiting : std::exchange(ring.waiting, {})) record(waiting, out);
+      return;
+    }
+    if (ring.busy()) return;
+    ring.asked_bytes = wanted;
+    out.push_back(AllocateRing{sharing_group, tables.ring_depth, wanted});
+  }
+
+  void record(WaitingReserve& waiting, ProducerActions& out) {
+    Consumer& consumer = consumers[waiting.consumer];
+    consumer.table = std::move(waiting.table);
+    consumer.serves.resize(std::max(consumer.serves.size(), consumer.table->by_seq.size()));
+    out.push_back(ReserveReply{waiting.consumer, waiting.incarnation, {}});
+  }
+
+  Status check_settings(std::uint32_t consumer, std::uint32_t ring_depth, std::uint32_t num_consumers,
+                        std::uint32_t workers_per_replica) const {
+    const auto differs = [&](std::string_view setting, std::uint32_t theirs, std::uint32_t ours) {
+      return peer_error(StatusCode::kFailedPrecondition, worker_name(consumer),
+                        fmt::format("{} of {} is {}, of {} {}", setting, worker_name(consumer), theirs, me(), ours),
+                        Reason::kSettingMismatch);
+    };
+    if (num_consumers != tables.num_consumers) return differs("num_consumers", num_consumers, tables.num_consumers);
+    if (ring_depth != tables.ring_depth) return differs("ring_depth", ring_depth, tables.ring_depth);
+    if (workers_per_replica != sharing && !(workers_per_replica == 0 && sharing == tables.num_consumers)) {
+      return differs("workers_per_replica", workers_per_replica, sharing);
+    }
+    return {};
+  }
+
+  Status check_descriptions(std::uint32_t consumer, const std::vector<PullDescription>& pulls, std::uint64_t slot_bytes,
+                            PullTable& table) const {
+    const auto refuse = [&](std::string message) {
+      return peer_error(StatusCode::kInvalidArgument, worker_name(consumer),
+                        fmt::format("{}: {}", worker_name(consumer), message), Reason::kPlanInvalid);
+    };
+    if (Status status = check_pulls(pulls, tables, config.rank); !status.ok()) {
+      return status.with_context(worker_name(consumer));
+    }
+    table.by_seq.resize(pulls.size());
+    for (const PullDescription& pull : pulls) {
+      const std::string what = fmt::format("chunk {} run {}", pull.chunk_id, pull.run);
+      if (pull.lane != Lane{config.rank, consumer % sharing, LaneKind::kRegular}) {
+        return refuse(fmt::format("{} is in the lane of trainer {}, sharing group {}; expected the regular lane of trainer {}, "
+                                  "sharing group {}",
+                                  what, pull.lane.producer, pull.lane.sharing_group, config.rank, consumer % sharing));
+      }
+      if (pull.seq >= pulls.size() || table.by_seq[pull.seq]) {
+        return refuse(fmt::format("{} has seq {}, out of range or twice in its lane", what, pull.seq));
+      }
+      if (pull.group >= groups.size()) return refuse(fmt::format("{} is of unknown group {}", what, pull.group));
+      if (pull.path == Path::kPacked && pull.bytes > slot_bytes) {
+        return refuse(fmt::format("{} packs {} bytes, more than the {} bytes reserved", what, pull.bytes, slot_bytes));
+      }
+      const auto& held = groups[pull.group].held;
+      for (const ChunkKey& key : pull.keys) {
+        if (!std::binary_search(held.begin(), held.end(), std::pair(key.name, key.piece))) {
+          return refuse(fmt::format("{} asks for '{}', which {} never serves in group {}", what,
+                                    key.name < tables.metadata.size() ? tables.metadata[key.name].name
+                                                                      : fmt::format("name {}", key.name),
+                                    me(), pull.group));
+        }
+      }
+      if (!table.seq_of.emplace(PullTable::key(pull.chunk_id, pull.run), pull.seq).second) {
+        return refuse(fmt::format("{} is described twice", what));
+      }
+      table.by_seq[pull.seq] = std::make_shared<const PullDescription>(pull);
+    }
+    return {};
+  }
+
+  // The other sharers that have announced, or are about to have.
+  Status check_sharers(std::uint32_t consumer, const PullTable& table) const {
+    const auto differs = [&](std::uint32_t other, std::string what) {
+      return peer_error(StatusCode::kFailedPrecondition, worker_name(consumer),
+                        fmt::format("{} and {} share serve slots of {} but {}", worker_name(consumer), worker_name(other), me(),
+                                    what),
+                        Reason::kSettingMismatch);
+    };
+    const auto compare = [&](std::uint32_t other, const PullTable& theirs) -> Status {
+      if (theirs.digest != table.digest) {
+        return differs(other, fmt::format("their plans differ: digests {} and {}", to_string(table.digest),
+                                          to_string(theirs.digest)));
+      }
+      for (std::size_t seq = 0; seq < table.by_seq.size(); ++seq) {  // what the digest does not cover
+        const PullDescription &ours = *table.by_seq[seq], &other_one = *theirs.by_seq[seq];
+        if (ours != other_one) {
+          return differs(other, fmt::format("describe chunk {} differently: path {}, group {} and path {}, group {}",
+                                            ours.chunk_id, to_string(ours.path), ours.group, to_string(other_one.path),
+                                            other_one.group));
+        }
+      }
+      return {};
+    };
+    for (std::uint32_t c = consumer % sharing; c < tables.num_consumers; c += sharing) {
+      if (c == consumer || consumers[c].gone || !consumers[c].table) continue;
+      SHARDPULL_RETURN_IF_ERROR(compare(c, *consumers[c].table));
+    }
+    for (const WaitingReserve& waiting : rings[consumer % sharing].waiting) {
+      if (waiting.consumer == consumer) continue;
+      SHARDPULL_RETURN_IF_ERROR(compare(waiting.consumer, *waiting.table));
+    }
+    return {};
+  }
+
+  // A waiting announcement that its own consumer has replaced, or whose process is gone.
+  void drop_waiting(std::uint32_t consumer, const Status& why, ProducerActions& out) {
+    std::erase_if(rings[consumer % sharing].waiting, [&](const WaitingReserve& waiting) {
+      if (waiting.consumer != consumer) return false;
+      out.push_back(ReserveReply{consumer, waiting.incarnation, why});
+      return true;
+    });
+  }
+
+  // ---- the live set ---------------------------------------------------------------------------------------------------
+
+  // Takes the consumer's replica out of the running sync.
+  void leave_sync(std::uint32_t consumer, const Status& why, ProducerActions& out) {
+    if (!running || !consumers[consumer].live) return;
+    const Status lost =
+        Status(StatusCode::kUnavailable,
+               fmt::format("{} was lost in sync {}: {}", worker_name(consumer), sync_id, why.ok() ? "gone" : why.message()),
+               {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
+    if (config.fail_on_consumer_loss) return fail_sync(lost, out);
+    const std::uint32_t first = consumer / replica * replica;
+    std::set<std::uint32_t> touched;
+    for (std::uint32_t c = first; c < std::min(first + replica, tables.num_consumers); ++c) {
+      if (!consumers[c].live) continue;
+      consumers[c].live = false;
+      --live_count;
+      --rings[c % sharing].live_sharers;
+      touched.insert(c % sharing);
+      stop_reading_all(c);
+      for (Group& group : groups) {
+        if (group.in_sync && !group.signalled[c]) --group.missing;
+        std::erase_if(group.parked_mapped, [&](const auto& parked) { return parked.first == c; });
+      }
+      auto& meetings = rings[c % sharing].meetings;
+      for (auto it = meetings.begin(); it != meetings.end();) {
+        std::erase(it->second.arrived, c);
+        it = it->second.arrived.empty() && it->second.ticket == 0 ? meetings.erase(it) : std::next(it);
+      }
+      for (std::uint32_t seq = 0; seq < consumers[c].serves.size(); ++seq) unpark(c, seq, lost, out);
+    }
+    if (live_count == 0) return fail_sync(lost, out);
+    for (const std::uint32_t sharing_group : touched) try_all_packs(sharing_group, out);
+    for (std::uint32_t g = 0; g < groups.size(); ++g) maybe_free(g, out);
+  }
+
+  // Makes `incarnation` the consumer's life. False for one that was declared lost: a zombie.
+  bool new_life(std::uint32_t consumer, std::uint64_t incarnation, ProducerActions& out) {
+    Consumer& state = consumers[consumer];
+    if (state.incarnation == incarnation) return !state.gone;
+    if (state.incarnation != 0) {
+      const Status restarted = peer_error(StatusCode::kUnavailable, worker_name(consumer), "restarted", Reason::kPeerLost);
+      forget_life(consumer, restarted, out);
+    }
+    state.incarnation = incarnation;
+    state.gone = false;
+    return true;
+  }
+
+  void forget_life(std::uint32_t consumer, const Status& why, ProducerActions& out) {
+    Consumer& state = consumers[consumer];
+    drop_waiting(consumer, why, out);
+    leave_sync(consumer, why, out);
+    drops.stale_incarnation += state.early.size();
+    state.early = {};
+    state.table = nullptr;
+    stop_reading_all(consumer);
+  }
+
+  // ---- messages of the running sync -----------------------------------------------------------------------------------
+
+  void apply_signals(std::int64_t now_ns, std::uint32_t consumer, const std::vector<std::uint32_t>& signalled,
+                     ProducerActions& out) {
+    std::vector<std::uint32_t> acknowledged;
+    std::vector<std::uint32_t> fresh;
+    for (const std::uint32_t g : signalled) {
+      if (g >= groups.size() || !groups[g].in_sync) {
+        ++drops.unknown;
+        continue;
+      }
+      acknowledged.push_back(g);
+      if (groups[g].signalled[consumer]) {
+        ++drops.duplicate_signals;
+        continue;
+      }
+      if (!running) continue;  // failed: acknowledged so that nobody waits, without effect
+      groups[g].signalled[consumer] = true;
+      --groups[g].missing;
+      last_progress_ns = now_ns;
+      fresh.push_back(g);
+    }
+    stop_reading_earlier_syncs(consumer);
+    if (!acknowledged.empty()) {
+      out.push_back(SignalAck{consumers[consumer].incarnation, consumer, sync_id, std::move(acknowledged)});
+    }
+    for (const std::uint32_t g : fresh) {
+      stop_reading(consumer, [&](const Slot& slot) { return slot.sync_id == sync_id && slot.group == g; });
+      maybe_free(g, out);
+    }
+  }
+
+  void admit(std::int64_t now_ns, const PullId& pull, ProducerActions& out) {
+    Consumer& consumer = consumers[pull.consumer];
+    const auto no = [&](StatusCode code, std::string message) {
+      refuse(consumer.incarnation, pull,
+             peer_error(code, worker_name(pull.consumer), fmt::format("{}: {}", me(), std::move(message))), out);
+    };
+    if (!failure.ok()) return refuse(consumer.incarnation, pull, failure, out);
+    if (!consumer.live) {
+      ++drops.not_live;
+      return no(StatusCode::kFailedPrecondition,
+                fmt::format("{} is not live in sync {}", worker_name(pull.consumer), sync_id));
+    }
+    const PullDescription* known = consumer.table->find(pull.chunk, pull.run);
+    if (known == nullptr) {
+      return no(StatusCode::kNotFound, fmt::format("{} has not announced chunk {} run {}", worker_name(pull.consumer),
+                                                   pull.chunk, pull.run));
+    }
+    const std::string what = fmt::format("chunk {} of {} (seq {})", pull.chunk, worker_name(pull.consumer), pull.seq);
+    if (known->seq != pull.seq) {
+      return no(StatusCode::kInvalidArgument, fmt::format("{}: its seq is {}", what, known->seq));
+    }
+    Group& group = groups[known->group];
+    if (!group.in_sync) {
+      return no(StatusCode::kFailedPrecondition,
+                fmt::format("{}: group {} is not part of sync {}", what, known->group, sync_id));
+    }
+    if (group.freed) return refuse(consumer.incarnation, pull, freed_status(known->group).with_context(what), out);
+    if (group.signalled[pull.consumer]) {
+      return no(StatusCode::kFailedPrecondition,
+                fmt::format("{}: group {} was already signalled by it in sync {}", what, known->group, sync_id));
+    }
+    const std::uint32_t depth = tables.ring_depth;
+    if (pull.seq >= depth && consumer.serves[pull.seq - depth].state != Serve::State::kServed) {
+      return no(StatusCode::kFailedPrecondition,
+                fmt::format("{}: too early, seq {} has not been served to it (ring_depth {})", what, pull.seq - depth, depth));
+    }
+
+    Serve& serve = consumer.serves[pull.seq];
+    Ring& ring = rings[pull.consumer % sharing];
+    if (serve.state == Serve::State::kParked) {  // asked again: one answer, to the latest try
+      serve.id = pull;
+      return;
+    }
+    if (serve.state == Serve::State::kServed) {
+      serve.id = pull;
+      if (known->path != Path::kPacked) return answer(now_ns, pull.consumer, pull.seq, mapped_ready(*known), out);
+      const Slot& slot = ring.slots[slot_of(pull.seq)];
+      if (slot.sync_id == sync_id && slot.seq == pull.seq) {
+        return answer(now_ns, pull.consumer, pull.seq, packed_ready(*known, slot_of(pull.seq), slot), out);
+      }
+      return no(StatusCode::kFailedPrecondition, fmt::format("{}: served before, and its slot holds a later one", what));
+    }
+
+    serve = Serve{Serve::State::kParked, pull};
+    if (known->path != Path::kPacked) {
+      if (group.published) return answer(now_ns, pull.consumer, pull.seq, mapped_ready(*known), out);
+      group.parked_mapped.emplace_back(pull.consumer, pull.seq);
+      return;
+    }
+  stop_reading_earlier_syncs(pull.consumer);
+    // Issued at this depth, the consumer has landed what it read from this slot before.
+    stop_reading(pull.consumer, [&](const Slot& slot) { return &slot == &ring.slots[slot_of(pull.seq)]; });
+    Meeting& meeting = ring.meetings[pull.seq];
+    if (meeting.arrived.empty()) group.meetings.emplace_back(pull.consumer % sharing, pull.seq);
+    meeting.arrived.push_back(pull.consumer);
+    try_pack(pull.consumer % sharing, pull.seq, out);
+  }
+
+  // What the sync waits for, for the watchdog's message.
+  std::string waited_for() const {
+    std::vector<std::uint32_t> unpublished_groups, unfreed_groups;
+    std::string signals;
+    std::size_t listed = 0;
+    for (std::uint32_t g = 0; g < groups.size(); ++g) {
+      const Group& group = groups[g];
+      if (!group.in_sync || group.freed) continue;
+      unfreed_groups.push_back(g);
+      if (!group.published) {
+        unpublished_groups.push_back(g);
+        continue;
+      }
+      if (++listed > 4) continue;
+      std::vector<std::uint32_t> waiting;
+      for (std::uint32_t c = 0; c < consumers.size(); ++c) {
+        if (consumers[c].live && !group.signalled[c]) waiting.push_back(c);
+      }
+      signals += fmt::format("; group {} is not signalled by {}", g, count_noun("worker", waiting));
+      if (group.packs != 0) signals += fmt::format(" and read by {} pack(s)", group.packs);
+    }
+    std::string text;
+    if (!unpublished_groups.empty()) {
+      text += fmt::format("; the trainer has not published {}", count_noun("group", unpublished_groups));
+    }
+    text += signals;
+    std::string parked;
+    std::size_t parked_count = 0;
+    for (std::uint32_t c = 0; c < consumers.size(); ++c) {
+      for (const Serve& serve : consumers[c].serves) {
+        if (serve.state != Serve::State::kParked || ++parked_count > 4) continue;
+        parked += fmt::format("{}chunk {} of {}", parked.empty() ? "" : ", ", serve.id.chunk, worker_name(c));
+      }
+    }
+    if (parked_count != 0) text += fmt::format("; {} pull(s) parked: {}{}", parked_count, parked, parked_count > 4 ? ", ..." : "");
+    for (std::uint32_t s = 0; s < rings.size(); ++s) {
+      for (const auto& [seq, meeting] : rings[s].meetings) {
+        if (meeting.ticket != 0) continue;
+        std::vector<std::uint32_t> absent;
+        for (std::uint32_t c = s; c < consumers.size(); c += sharing) {
+          if (consumers[c].live &&
+              std::find(meeting.arrived.begin(), meeting.arrived.end(), c) == meeting.arrived.end()) {
+            absent.push_back(c);
+          }
+        }
+        if (absent.empty()) continue;
+        text += fmt::format("; seq {} waits for {} to pull it", seq, count_noun("worker", absent));
+        break;
+      }
+    }
+    if (unfreed_groups.empty()) text += ending ? "; everything is freed" : "; the trainer has not ended the sync";
+    text += fmt::format("; {} of {} group(s) unfreed", unfreed_groups.size(), sync_groups());
+    return text;
+  }
+
+  std::size_t sync_groups() const {
+    return static_cast<std::size_t>(
+        std::count_if(groups.begin(), groups.end(), [](const Group& group) { return group.in_sync; }));
+  }
+};
+
+ProducerMachine::ProducerMachine(ProducerConfig config) : state_(std::make_unique<State>(std::move(config))) {}
+ProducerMachine::~ProducerMachine() = default;
+
+Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version,
+                                   const std::vector<std::uint32_t>& live, const std::vector<std::uint32_t>& groups,
+                                   ProducerActions& out) {
+  State& s = *state_;
+  if (s.shut) return shutting_down();
+  if (sync_id <= s.sync_id) {
+    return wrong_state(fmt::format("{}: sync {} is not after sync {}", s.me(), sync_id, s.sync_id));
+  }
+  if (live.empty()) return bad_argument(fmt::format("sync {}: the live set is empty", sync_id));
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    if (live[i] >= s.tables.num_consumers) {
+      return bad_argument(fmt::format("sync {}: live consumer {} is not within 0..{}", sync_id, live[i],
+                                      s.tables.num_consumers - 1));
+    }
+    if (i > 0 && live[i] <= live[i - 1]) {
+      return bad_argument(fmt::format("sync {}: the live set is not ascending: {} after {}", sync_id, live[i], live[i - 1]));
+    }
+  }
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    if (groups[i] >= s.groups.size() || s.groups[groups[i]].held.empty()) {
+      return bad_argument(fmt::format("sync {}: {} does not own group {}", sync_id, s.me(), groups[i]));
+    }
+    if (i > 0 && groups[i] <= groups[i - 1]) {
+      return bad_argument(fmt::format("sync {}: groups are not ascending: {} after {}", sync_id, groups[i], groups[i - 1]));
+    }
+  }
+
+  s.fail_sync(Status(StatusCode::kAborted, fmt::format("sync {} was superseded by sync {}", s.sync_id, sync_id),
+                     {.reason = Reason::kSuperseded, .retryable = true}),
+              out);
+
+  s.sync_id = sync_id;
+  s.version = version;
+  s.running = true;
+  s.ending = false;
+  s.failure = {};
+  s.last_progress_ns = now_ns;
+  s.live_count = static_cast<std::uint32_t>(live.size());
+  for (Consumer& consumer : s.consumers) {
+    consumer.live = false;
+    consumer.serves.clear();
+  }
+  for (Ring& ring : s.rings) {
+    ring.meetings.clear();
+    ring.live_sharers = 0;
+  }
+  for (const std::uint32_t c : live) {
+    s.consumers[c].live = true;
+    ++s.rings[c % s.sharing].live_sharers;
+    if (s.consumers[c].table) s.consumers[c].serves.resize(s.consumers[c].table->by_seq.size());
+  }
+  for (Group& group : s.groups) {
+    group.in_sync = group.published = group.freed = false;
+    group.views.clear();
+    group.parked_mapped.clear();
+    group.meetings.clear();
+    group.packs = 0;
+    group.missing = 0;
+  }
+  for (const std::uint32_t g : groups) {
+    s.groups[g].in_sync = true;
+    s.groups[g].signalled.assign(s.tables.num_consumers, false);
+    s.groups[g].missing = s.live_count;
+  }
+  s.unpublished = s.unfreed = static_cast<std::uint32_t>(groups.size());
+
+  if (s.early_failure_id != 0 && s.early_failure_id <= sync_id) {
+    const Status why = s.early_failure;
+    const bool mine = s.early_failure_id == sync_id;
+    s.early_failure_id = 0;
+    s.early_failure = {};
+    if (mine) s.fail_sync(why, out);
+  }
+  for (const std::uint32_t c : live) {
+    if (s.consumers[c].gone) {
+      s.leave_sync(c, peer_error(StatusCode::kUnavailable, worker_name(c), "gone before the sync began", Reason::kPeerLost),
+                   out);
+    }
+  }
+  for (std::uint32_t c = 0; c < s.consumers.size(); ++c) {
+    Early& early = s.consumers[c].early;
+    if (early.size() == 0 || early.sync_id > sync_id) continue;
+    const Early kept = std::exchange(early, {});
+    if (kept.sync_id < sync_id) {
+      s.drops.stale_sync += kept.size();
+      continue;
+    }
+    if (!kept.groups.empty()) {
+      signal(now_ns, s.consumers[c].incarnation, sync_id, c, {kept.groups.begin(), kept.groups.end()}, out);
+    }
+    for (const PullId& pull : kept.pulls) s.admit(now_ns, pull, out);
+  }
+  s.settle(out);
+  return {};
+}
+
+Status ProducerMachine::publish_group(std::int64_t now_ns, std::uint32_t g, std::vector<PublishedView> views,
+                                      ProducerActions& out) {
+  State& s = *state_;
+  if (s.shut) return shutting_down();
+  if (!s.running) {
+    return s.failure.ok() ? wrong_state(fmt::format("{}: group {} published outside a sync", s.me(), g)) : s.failure;
+  }
+  const std::string where = fmt::format("{}: group {}", s.me(), g);
+  if (g >= s.groups.size() || !s.groups[g].in_sync) {
+    return bad_argument(fmt::format("{} is not owned here or not part of sync {}", where, s.sync_id));
+  }
+  Group& group = s.groups[g];
+  if (group.published) return wrong_state(fmt::format("{} is published twice in sync {}", where, s.sync_id));
+
+  std::sort(views.begin(), views.end(), [](const PublishedView& a, const PublishedView& b) {
+    return std::pair(a.name, a.piece) < std::pair(b.name, b.piece);
+  });
+  const auto label = [&](std::uint32_t name, std::uint32_t piece) {
+    const std::string text = name < s.tables.metadata.size() ? s.tables.metadata[name].name : fmt::format("name {}", name);
+    return piece == 0 ? text : fmt::format("{} piece {}", text, piece - 1);
+  };
+  for (std::size_t i = 0; i < std::max(views.size(), group.held.size()); ++i) {
+    if (i < views.size() &&
+        (i >= group.held.size() || std::pair(views[i].name, views[i].piece) < group.held[i])) {
+      const std::string name = label(views[i].name, views[i].piece);
+      return bad_argument(fmt::format("{}: '{}' is not held here in this group, or given twice", where, name), name);
+    }
+    if (i >= views.size() || group.held[i] < std::pair(views[i].name, views[i].piece)) {
+      const std::string name = label(group.held[i].first, group.held[i].second);
+      return bad_argument(fmt::format("{}: '{}' is held here but missing", where, name), name);
+    }
+    const PublishedView& view = views[i];
+    const TensorMeta& meta = s.tables.metadata[view.name];
+    const std::vector<std::int64_t>& shape =
+        view.piece == 0 ? meta.shape : s.tables.ownership.pieces[view.piece - 1].box.size;
+    const std::string name = label(view.name, view.piece);
+    if (view.dtype != meta.dtype) {
+      return bad_argument(fmt::format("{}: '{}' has dtype {}, its metadata says {}", where, name, dtype_name(view.dtype),
+                                      dtype_name(meta.dtype)),
+                          name);
+    }
+    if (view.shape != shape) {
+      return bad_argument(fmt::format("{}: '{}' has shape [{}], its metadata says [{}]", where, name,
+                                      fmt::join(view.shape, ", "), fmt::join(shape, ", ")),
+                          name);
+    }
+    if (!view.location.stride.empty() && view.location.stride.size() != view.shape.size()) {
+      return bad_argument(fmt::format("{}: '{}' has {} dims and {} strides", where, name, view.shape.size(),
+                                      view.location.stride.size()),
+                          name);
+    }
+    if (!fits(view)) {
+      return bad_argument(fmt::format("{}: '{}' does not fit the {} bytes of its window", where, name,
+                                      view.location.where.bytes),
+                          name);
+    }
+  }
+
+  group.views = std::move(views);
+  group.published = true;
+  --s.unpublished;
+  s.last_progress_ns = now_ns;
+  for (const auto& [consumer, seq] : std::exchange(group.parked_mapped, {})) {
+    const PullDescription& pull = *s.consumers[consumer].table->by_seq[seq];
+    s.answer(now_ns, consumer, seq, s.mapped_ready(pull), out);
+  }
+  const auto meetings = group.meetings;
+  for (const auto& [sharing_group, seq] : meetings) s.try_pack(sharing_group, seq, out);
+  s.maybe_free(g, out);
+  s.settle(out);
+  return {};
+}
+
+void ProducerMachine::consumer_up(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t incarnation,
+                                  ProducerActions& out) {
+  State& s = *state_;
+  (void)now_ns;
+  if (s.shut || consumer >= s.consumers.size()) return;
+  s.new_life(consumer, incarnation, out);
+  s.settle(out);
+}
+
+void ProducerMachine::reserve(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t incarnation,
+                              std::uint64_t slot_bytes, std::uint32_t ring_depth, std::uint32_t num_consumers,
+                              std::uint32_t workers_per_replica, const Digest128& digest, std::vector<PullDescription> pulls,
+                              ProducerActions& out) {
+  State& s = *state_;
+  (void)now_ns;
+  const auto reply = [&](Status status) { out.push_back(ReserveReply{consumer, incarnation, std::move(status)}); };
+  if (s.shut) return reply(shutting_down());
+  if (consumer >= s.consumers.size()) {
+    return reply(peer_error(StatusCode::kInvalidArgument, worker_name(consumer),
+                            fmt::format("consumer {} is not within 0..{}", consumer, s.tables.num_consumers - 1),
+                            Reason::kSettingMismatch));
+  }
+  if (Status status = s.check_settings(consumer, ring_depth, num_consumers, workers_per_replica); !status.ok()) {
+    return reply(std::move(status));
+  }
+  const Digest128 computed = pulls_digest(pulls, ring_depth);
+  if (computed != digest) {
+    return reply(peer_error(StatusCode::kDataLoss, worker_name(consumer),
+                            fmt::format("{} sent digest {} with pulls whose digest is {}", worker_name(consumer),
+                                        to_string(digest), to_string(computed)),
+                            Reason::kCorrupt));
+  }
+  auto table = std::make_shared<PullTable>();
+  table->digest = digest;
+  table->slot_bytes = slot_bytes;
+  if (Status status = s.check_descriptions(consumer, pulls, slot_bytes, *table); !status.ok()) {
+    return reply(std::move(status));
+  }
+  if (Status status = s.check_sharers(consumer, *table); !status.ok()) return reply(std::move(status));
+
+  // Accepted, but for the memory.
+  Consumer& state = s.consumers[consumer];
+  if (!s.new_life(consumer, incarnation, out)) {
+    ++s.drops.stale_incarnation;
+    return reply(peer_error(StatusCode::kUnauthenticated, worker_name(consumer),
+                            fmt::format("{} was declared lost; it must start anew", worker_name(consumer)), Reason::kBadToken));
+  }
+  const Status replaced = peer_error(StatusCode::kAborted, worker_name(consumer),
+                                     fmt::format("{} announced its pulls again", worker_name(consumer)), Reason::kSuperseded);
+  s.drop_waiting(consumer, replaced, out);
+  if (state.table && state.table->digest == digest && state.table->slot_bytes >= slot_bytes) {
+    reply({});
+    return s.settle(out);
+  }
+  if (state.table && state.table->digest != digest) s.forget_life(consumer, replaced, out);
+  s.waiting_rings.insert(consumer % s.sharing);
+  // Sharers' tables are equal: keep one. (`table` may ask for another slot size; the ring is sized for the largest.)
+  for (std::uint32_t c = consumer % s.sharing; c < s.tables.num_consumers; c += s.sharing) {
+    const auto& other = s.consumers[c].table;
+    if (other && !s.consumers[c].gone && other->slot_bytes == slot_bytes) {
+      s.rings[consumer % s.sharing].waiting.push_back({consumer, incarnation, other});
+      return s.settle(out);
+    }
+  }
+  s.rings[consumer % s.sharing].waiting.push_back({consumer, incarnation, std::move(table)});
+  s.settle(out);
+}
+
+void ProducerMachine::ring_allocated(std::int64_t now_ns, std::uint32_t sharing_group, const Status& status,
+                                     ProducerActions& out) {
+  State& s = *state_;
+  (void)now_ns;
+  if (sharing_group >= s.rings.size() || s.rings[sharing_group].asked_bytes == 0) return;
+  Ring& ring = s.rings[sharing_group];
+  const std::uint64_t asked = std::exchange(ring.asked_bytes, 0);
+  if (status.ok()) {
+    ring.slot_bytes = asked;
+    ring.slots.assign(s.tables.ring_depth, Slot{});
+  } else {
+    std::erase_if(ring.waiting, [&](const WaitingReserve& waiting) {
+      if (waiting.table->slot_bytes <= ring.slot_bytes) return false;
+      out.push_back(ReserveReply{waiting.consumer, waiting.incarnation, status});
+      return true;
+    });
+  }
+  if (s.shut) return;
+  s.try_all_packs(sharing_group, out);
+  s.settle(out);
+}
+
+void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const PullId& pull, ProducerActions& out) {
+  State& s = *state_;
+  if (s.shut) return State::refuse(incarnation, pull, shutting_down(), out);
+  const auto no = [&](StatusCode code, std::string message, Reason reason = Reason::kWrongState) {
+    State::refuse(incarnation, pull,
+                  peer_error(code, worker_name(pull.consumer), fmt::format("{}: {}", s.me(), std::move(message)), reason), out);
+  };
+  if (pull.consumer >= s.consumers.size()) {
+    return no(StatusCode::kInvalidArgument,
+              fmt::format("consumer {} is not within 0..{}", pull.consumer, s.tables.num_consumers - 1));
+  }
+  Consumer& consumer = s.consumers[pull.consumer];
+  if (consumer.incarnation != 0 && incarnation != consumer.incarnation) {
+    ++s.drops.stale_incarnation;
+    return no(StatusCode::kUnauthenticated,
+              fmt::format("a pull of another life of {} ({:016x}, not {:016x})", worker_name(pull.consumer), incarnation,
+                          consumer.incarnation),
+              Reason::kBadToken);
+  }
+  if (!consumer.table) {
+    return no(StatusCode::kFailedPrecondition, fmt::format("{} has not reserved", worker_name(pull.consumer)));
+  }
+  if (pull.sync_id < s.sync_id) {
+    ++s.drops.stale_sync;
+    return;
+  }
+  const PullDescription* known = consumer.table->find(pull.chunk, pull.run);
+  if (pull.sync_id > s.sync_id) {
+    if (known == nullptr || known->seq != pull.seq) {
+      return no(StatusCode::kNotFound, fmt::format("{} has not announced chunk {} run {} with seq {}",
+                                                   worker_name(pull.consumer), pull.chunk, pull.run, pull.seq));
+    }
+    Early& early = consumer.early;
+    if (pull.sync_id < early.sync_id) {
+      ++s.drops.stale_sync;
+      return;
+    }
+    if (pull.sync_id > early.sync_id) {
+      s.drops.stale_sync += early.size();
+      early = Early{};
+      early.sync_id = pull.sync_id;
+    }
+    ++s.drops.kept_early;
+    const auto it = std::find_if(early.pulls.begin(), early.pulls.end(),
+                                 [&](const PullId& other) { return other.chunk == pull.chunk && other.run == pull.run; });
+    if (it != early.pulls.end()) {
+      *it = pull;
+    } else {
+      early.pulls.push_back(pull);
+    }
+    return;
+  }
+  s.admit(now_ns, pull, out);
+  s.settle(out);
+}
+
+void ProducerMachine::pack_done(std::int64_t now_ns, std::uint64_t ticket, const Status& status,
+                                std::vector<std::uint64_t> sums, ProducerActions& out) {
+  State& s = *state_;
+  const auto it = s.packs.find(ticket);
+  if (it == s.packs.end()) return;
+  const ActivePack pack = it->second;
+  s.packs.erase(it);
+  Ring& ring = s.rings[pack.sharing_group];
+  Slot& slot = ring.slots[pack.slot];
+  slot.ticket = 0;
+  if (status.ok()) ++s.packs_done;
+
+  if (!s.running || pack.sync_id != s.sync_id) {  // its sync is over
+    s.settle_quiet(out);
+    if (!s.shut) {
+      s.try_all_packs(pack.sharing_group, out);
+      s.settle(out);
+    }
+    return;
+  }
+  --s.groups[pack.group].packs;
+  s.last_progress_ns = now_ns;
+  const auto meeting = ring.meetings.find(pack.seq);
+  const std::vector<std::uint32_t> arrived =
+      meeting == ring.meetings.end() ? std::vector<std::uint32_t>{} : meeting->second.arrived;
+  if (meeting != ring.meetings.end()) ring.meetings.erase(meeting);
+  std::erase(s.groups[pack.group].meetings, std::pair(pack.sharing_group, pack.seq));
+  if (!status.ok()) {
+    const Status why = status.with_context(fmt::format("{}: packing seq {} of group {}", s.me(), pack.seq, pack.group));
+    for (const std::uint32_t consumer : arrived) s.unpark(consumer, pack.seq, why, out);
+    s.fail_sync(why, out);
+    return s.settle(out);
+  }
+  slot.seq = pack.seq;
+  slot.sums = std::move(sums);
+  slot.readers = arrived;
+  for (const std::uint32_t consumer : arrived) {
+    const PullDescription& pull = *s.consumers[consumer].table->by_seq[pack.seq];
+    s.answer(now_ns, consumer, pack.seq, State::packed_ready(pull, pack.slot, slot), out);
+  }
+  s.maybe_free(pack.group, out);
+  s.settle(out);
+}
+
+void ProducerMachine::signal(std::int64_t now_ns, std::uint64_t incarnation, std::uint64_t sync_id, std::uint32_t consumer,
+                             const std::vector<std::uint32_t>& groups, ProducerActions& out) {
+  State& s = *state_;
+  if (s.shut) return;
+  if (consumer >= s.consumers.size()) {
+    ++s.drops.not_live;
+    return;
+  }
+  Consumer& state = s.consumers[consumer];
+  if (state.incarnation == 0) state.incarnation = incarnation;  // takes nothing here: known by its signals
+  if (incarnation != state.incarnation) {
+    ++s.drops.stale_incarnation;
+    return;
+  }
+  if (sync_id < s.sync_id) {
+    ++s.drops.stale_sync;
+    return;
+  }
+  if (sync_id > s.sync_id) {
+    Early& early = state.early;
+    if (sync_id < early.sync_id) {
+      ++s.drops.stale_sync;
+      return;
+    }
+    if (sync_id > early.sync_id) {
+      s.drops.stale_sync += early.size();
+      early = Early{};
+      early.sync_id = sync_id;
+    }
+    for (const std::uint32_t g : groups) {
+      if (g >= s.groups.size()) {
+        ++s.drops.unknown;
+      } else if (early.groups.insert(g).second) {
+        ++s.drops.kept_early;
+      } else {
+        ++s.drops.duplicate_signals;
+      }
+    }
+    return;
+  }
+  if (!state.live) {
+    ++s.drops.not_live;
+    return;
+  }
+  s.apply_signals(now_ns, consumer, groups, out);
+  s.settle(out);
+}
+
+void ProducerMachine::consumer_lost(std::int64_t now_ns, std::uint32_t consumer, const Status& why, ProducerActions& out) {
+  State& s = *state_;
+  (void)now_ns;
+  if (s.shut || consumer >= s.consumers.size()) return;
+  s.consumers[consumer].gone = true;
+  s.forget_life(consumer, why, out);
+  s.settle(out);
+}
+
+Status ProducerMachine::end_sync(std::int64_t now_ns, ProducerActions& out) {
+  State& s = *state_;
+  (void)now_ns;
+  if (s.shut) return shutting_down();
+  if (!s.running) return s.failure.ok() ? wrong_state(fmt::format("{}: end_sync without a sync", s.me())) : s.failure;
+  if (s.unpublished != 0) {
+    std::vector<std::uint32_t> missing;
+    for (std::uint32_t g = 0; g < s.groups.size(); ++g) {
+      if (s.groups[g].in_sync && !s.groups[g].published) missing.push_back(g);
+    }
+    return wrong_state(fmt::format("{}: end_sync before {} was published", s.me(), count_noun("group", missing)));
+  }
+  s.ending = true;
+  s.settle(out);
+  return {};
+}
+
+void ProducerMachine::fail(std::uint64_t sync_id, const Status& why, ProducerActions& out) {
+  State& s = *state_;
+  if (s.shut) return;
+  if (sync_id == s.sync_id) {
+    s.fail_sync(why, out);
+    return s.settle(out);
+  }
+  if (sync_id > s.sync_id && sync_id > s.early_failure_id) {
+    s.early_failure_id = sync_id;
+    s.early_failure = why;
+  }
+}
+
+void ProducerMachine::tick(std::int64_t now_ns, ProducerActions& out) {
+  State& s = *state_;
+  if (!s.running || now_ns - s.last_progress_ns < s.config.stall_timeout_ns) return;
+  s.fail_sync(stalled(fmt::format("{}: sync {} made no progress for {:.3g} s{}", s.me(), s.sync_id,
+                                  static_cast<double>(now_ns - s.last_progress_ns) / 1e9, s.waited_for())),
+              out);
+  s.settle(out);
+}
+
+void ProducerMachine::shutdown(ProducerActions& out) {
+  State& s = *state_;
+  if (s.shut) return;
+  s.fail_sync(shutting_down(), out);
+  for (Ring& ring : s.rings) {
+    for (const WaitingReserve& waiting : std::exchange(ring.waiting, {})) {
+      out.push_back(ReserveReply{waiting.consumer, waiting.incarnation, shutting_down()});
+    }
+  }
+  for (Consumer& consumer : s.consumers) {
+    for (const PullId& pull : consumer.early.pulls) State::refuse(consumer.incarnation, pull, shutting_down(), out);
+    consumer.early = {};
+  }
+  s.shut = true;
+}
+
+bool ProducerMachine::syncing() const { return state_->running; }
+std::optional<std::uint64_t> ProducerMachine::running_sync() const {
+  return state_->running ? std::optional(state_->sync_id) : std::nullopt;
+}
+const Status& ProducerMachine::failure() const { return state_->failure; }
+std::vector<std::uint32_t> ProducerMachine::unfreed() const {
+  std::vector<std::uint32_t> out;
+  if (!state_->running) return out;
+  for (std::uint32_t g = 0; g < state_->groups.size(); ++g) {
+    const Group& group = state_->groups[g];
+    if (group.in_sync && group.published && !group.freed) out.push_back(g);
+  }
+  return out;
+}
+std::vector<std::uint32_t> ProducerMachine::live() const {
+  std::vector<std::uint32_t> out;
+  for (std::uint32_t c = 0; c < state_->consumers.size(); ++c) {
+    if (state_->consumers[c].live) out.push_back(c);
+  }
+  return out;
+}
+const DropCounters& ProducerMachine::drops() const { return state_->drops; }
+std::uint64_t ProducerMachine::packs() const { return state_->packs_done; }
+
+}  // namespace shardpull

@@ -1,0 +1,462 @@
+// TrainerMachine: at most one source call at a time, and none without credit.
+//
+//   [asking g] --published--> [idle] --credit--> [asking next] ... --all published, credit--> [asking end] --> [ending]
+//        \-- any failure --> [failing: waits for the source call and the producer] --> released, RankDone
+//
+// SenderMachine: one sync over the fleet, in phases.
+//
+//   starting --all updates started--> updating --all prepared, all ranks ended--> finishing --all committed--> idle
+//        \------------ failure, loss, limit ------------\------------------------------\--> draining --> idle
+//
+// A member's place in the sync is one enum (Progress, RankProgress); what a phase waits for is derived from them, so that a
+// loss only changes a member's place and everything else follows in advance().
+#include "protocol/trainer_machine.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "protocol/wording.h"
+
+namespace shardpull {
+
+// ---- one rank -----------------------------------------------------------------------------------------------------------
+
+using namespace trainer_action;  // NOLINT: this file is about them
+using namespace sender_action;   // NOLINT
+
+struct TrainerMachine::State {
+  std::uint32_t lookahead = 1;
+  std::uint64_t sync_id = 0;
+  bool running = false;
+  std::vector<std::uint32_t> groups;
+  std::size_t next = 0;                  // groups[next] is asked for next
+  bool asking = false;                   // a source call is under way
+  bool asked_end = false, source_over = false, ending = false;
+  std::set<std::uint32_t> resident;      // asked for or published, not freed
+  std::uint32_t peak = 0;
+  Status error;
+  bool quiet = false;
+
+  void advance(TrainerActions& out) {
+    if (!running) return;
+    if (!error.ok()) {
+      if (asking || !quiet) return;
+      for (const std::uint32_t group : std::exchange(resident, {})) out.push_back(Release{group});
+      running = false;
+      out.push_back(RankDone{sync_id, error});
+      return;
+    }
+    if (asking || asked_end || resident.size() > lookahead) {
+      if (source_over && !ending) {
+        ending = true;
+        out.push_back(EndProducer{});
+      }
+      return;
+    }
+    asking = true;
+    if (next == groups.size()) {
+      asked_end = true;
+      out.push_back(AskEnd{});
+      return;
+    }
+    const std::uint32_t group = groups[next++];
+    resident.insert(group);
+    peak = std::max(peak, static_cast<std::uint32_t>(resident.size()));
+    out.push_back(AskSource{group});
+  }
+};
+
+TrainerMachine::TrainerMachine(std::uint32_t lookahead) : state_(std::make_unique<State>()) { state_->lookahead = lookahead; }
+TrainerMachine::~TrainerMachine() = default;
+
+Status TrainerMachine::begin(std::uint64_t sync_id, std::vector<std::uint32_t> groups, TrainerActions& out) {
+  State& s = *state_;
+  if (s.running) return wrong_state(fmt::format("sync {} begun while sync {} runs on this rank", sync_id, s.sync_id));
+  const std::uint32_t lookahead = s.lookahead;
+  s = State{};
+  s.lookahead = lookahead;
+  s.sync_id = sync_id;
+  s.running = true;
+  s.groups = std::move(groups);
+  s.advance(out);
+  return {};
+}
+
+void TrainerMachine::published(std::uint32_t group, TrainerActions& out) {
+  State& s = *state_;
+  if (!s.running || !s.asking || s.asked_end || s.groups[s.next - 1] != group) return;
+  s.asking = false;
+  s.advance(out);
+}
+
+void TrainerMachine::group_freed(std::uint32_t group, TrainerActions& out) {
+  State& s = *state_;
+  if (!s.running || s.resident.erase(group) == 0) return;
+  out.push_back(Release{group});
+  s.advance(out);
+}
+
+void TrainerMachine::source_ended(TrainerActions& out) {
+  State& s = *state_;
+  if (!s.running || !s.asked_end || !s.asking) return;
+  s.asking = false;
+  s.source_over = true;
+  s.advance(out);
+}
+
+void TrainerMachine::producer_ended(TrainerActions& out) {
+  State& s = *state_;
+  if (!s.running || !s.ending || !s.error.ok()) return;
+  s.running = false;
+  out.push_back(RankDone{s.sync_id, {}});
+}
+
+void TrainerMachine::fail(const Status& why, TrainerActions& out) {
+  State& s = *state_;
+  if (!s.running) return;
+  if (s.error.ok()) s.error = why;
+  s.advance(out);
+}
+
+void TrainerMachine::producer_quiet(TrainerActions& out) {
+  State& s = *state_;
+  if (!s.running) return;
+  s.quiet = true;
+  s.advance(out);
+}
+
+void TrainerMachine::source_returned(TrainerActions& out) {
+  State& s = *state_;
+  if (!s.running || !s.asking) return;
+  s.asking = false;
+  s.advance(out);
+}
+
+bool TrainerMachine::running() const { return state_->running; }
+std::uint32_t TrainerMachine::resident() const { return static_cast<std::uint32_t>(state_->resident.size()); }
+std::uint32_t TrainerMachine::peak_resident() const { return state_->peak; }
+
+// ---- the sender ---------------------------------------------------------------------------------------------------------
+
+namespace {
+
+enum class Phase : std::uint8_t { kIdle, kStarting, kUpdating, kFinishing, kDraining };
+
+// A consumer's place in the sync. kOver: it has answered a failure, and nothing more is expected of it.
+enum class Progress : std::uint8_t { kAbsent, kStarting, kStarted, kUpdating, kPrepared, kFinishing, kFinished, kOver, kLost };
+enum class RankProgress : std::uint8_t { kOpened, kBegan, kEnded, kLost };
+
+}  // namespace
+
+struct SenderMachine::State {
+  SenderConfig config;
+  Phase phase = Phase::kIdle;
+  std::uint64_t sync_id = 0;
+  std::vector<Progress> consumers;
+  std::vector<RankProgress> ranks;
+  std::vector<std::uint32_t> lost, dropped;
+  std::set<Member> gone;       // between syncs too: processes that are known to be down
+  Status error;
+  std::int64_t since_ns = 0;   // the last event of the wait at hand
+  std::int64_t opened_ns = 0;  // when the sync was opened
+
+  std::uint32_t replica() const { return std::max(1u, config.workers_per_replica); }
+
+  bool in_sync(Progress p) const { return p != Progress::kAbsent && p != Progress::kLost; }
+  template <typename List, typename Value>
+  static std::vector<std::uint32_t> members(const List& list, Value value) {
+    std::vector<std::uint32_t> out;
+    for (std::uint32_t i = 0; i < list.size(); ++i) {
+      if (list[i] == value) out.push_back(i);
+    }
+    return out;
+  }
+  bool none(Progress p) const { return std::find(consumers.begin(), consumers.end(), p) == consumers.end(); }
+  bool none(RankProgress p) const { return std::find(ranks.begin(), ranks.end(), p) == ranks.end(); }
+
+  // Moves every consumer at `from` to `to`.
+  template <typename Action>
+  void step(Progress from, Progress to, SenderActions& out) {
+    for (std::uint32_t c = 0; c < consumers.size(); ++c) {
+      if (consumers[c] != from) continue;
+      consumers[c] = to;
+      out.push_back(Action{c});
+    }
+  }
+
+  void advance(std::int64_t now_ns, SenderActions& out) {
+    if (phase == Phase::kStarting && none(Progress::kStarting)) {
+      phase = Phase::kUpdating;
+      since_ns = now_ns;
+      step<Update>(Progress::kStarted, Progress::kUpdating, out);
+    }
+    if (phase == Phase::kUpdating && none(Progress::kUpdating) && none(RankProgress::kOpened) && none(RankProgress::kBegan)) {
+      phase = Phase::kFinishing;
+      since_ns = now_ns;
+      step<Finish>(Progress::kPrepared, Progress::kFinishing, out);
+    }
+    if (phase == Phase::kFinishing && none(Progress::kFinishing)) close(out);
+    if (phase == Phase::kDraining && drained()) close(out);
+  }
+
+  // After a failure every consumer still in the sync answers FailConsumer, or its commit; every rank ends.
+  bool drained() const {
+    return std::all_of(consumers.begin(), consumers.end(),
+                       [](Progress p) {
+                         return p == Progress::kAbsent || p == Progress::kLost || p == Progress::kOver ||
+                                p == Progress::kFinished;
+                       }) &&
+           none(RankProgress::kOpened) && none(RankProgress::kBegan);
+  }
+
+  void close(SenderActions& out) {
+    phase = Phase::kIdle;
+    for (std::uint32_t r = 0; r < ranks.size(); ++r) {
+      if (ranks[r] != RankProgress::kLost) out.push_back(CloseSync{r, error});
+    }
+    out.push_back(SyncDone{sync_id, error, lost, dropped});
+  }
+
+  bool running(std::uint64_t id) const { return phase != Phase::kIdle && id == sync_id; }
+
+  void fail(std::int64_t now_ns, const Status& why, SenderActions& out) {
+    if (phase == Phase::kIdle || phase == Phase::kDraining) return;  // the first error is kept
+    error = why;
+    phase = Phase::kDraining;
+    since_ns = now_ns;
+    for (std::uint32_t r = 0; r < ranks.size(); ++r) {
+      if (ranks[r] != RankProgress::kLost) out.push_back(FailRank{r, why});
+    }
+    for (std::uint32_t c = 0; c < consumers.size(); ++c) {
+      if (in_sync(consumers[c]) && consumers[c] != Progress::kOver) out.push_back(FailConsumer{c, why});
+    }
+    advance(now_ns, out);
+  }
+
+  // What a consumer reports moves it from one of `from` to `to`; false when it has no business here.
+  bool report(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t id, std::initializer_list<Progress> from,
+              Progress to) {
+    if (!running(id) || consumer >= consumers.size()) return false;
+    Progress& place = consumers[consumer];
+    if (std::find(from.begin(), from.end(), place) == from.end()) return false;
+    place = to;
+    since_ns = now_ns;
+    return true;
+  }
+
+  void fail_for(std::int64_t now_ns, const Member& who, const Status& why, SenderActions& out) {
+    const std::string name = to_string(who);
+    fail(now_ns, why.message().starts_with(name) ? why : why.with_context(name), out);
+  }
+
+  void drop_replica(std::uint32_t consumer, const Status& why, SenderActions& out) {
+    const std::uint32_t first = consumer / replica() * replica();
+    const Status mate_lost =
+        Status(StatusCode::kUnavailable,
+               fmt::format("left sync {} because {} of the same replica was lost: {}", sync_id, worker_name(consumer),
+                           why.message()),
+               {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
+    for (std::uint32_t c = first; c < std::min<std::size_t>(first + replica(), consumers.size()); ++c) {
+      if (c == consumer || !in_sync(consumers[c])) continue;
+      consumers[c] = Progress::kLost;
+      dropped.push_back(c);
+      out.push_back(FailConsumer{c, mate_lost});
+    }
+    std::sort(dropped.begin(), dropped.end());
+  }
+};
+
+SenderMachine::SenderMachine(SenderConfig config) : state_(std::make_unique<State>()) { state_->config = config; }
+SenderMachine::~SenderMachine() = default;
+
+Status SenderMachine::begin(std::int64_t now_ns, std::uint64_t sync_id, std::vector<std::uint32_t> live, SenderActions& out) {
+  State& s = *state_;
+  if (s.phase != Phase::kIdle) return wrong_state(fmt::format("sync {} begun while sync {} runs", sync_id, s.sync_id));
+  if (sync_id <= s.sync_id) return wrong_state(fmt::format("sync {} is not after sync {}", sync_id, s.sync_id));
+  if (live.empty()) return bad_argument(fmt::format("sync {}: the live set is empty", sync_id));
+  std::vector<Progress> places(s.config.num_consumers, Progress::kAbsent);
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    if (live[i] >= s.config.num_consumers) {
+      return bad_argument(fmt::format("sync {}: live consumer {} is not within 0..{}", sync_id, live[i],
+                                      s.config.num_consumers - 1));
+    }
+    if (i > 0 && live[i] <= live[i - 1]) {
+      return bad_argument(fmt::format("sync {}: the live set is not ascending: {} after {}", sync_id, live[i], live[i - 1]));
+    }
+    places[live[i]] = Progress::kStarting;
+  }
+  for (std::uint32_t c = 0; c < s.config.num_consumers; ++c) {
+    const std::uint32_t first = c / s.replica() * s.replica();
+    if (places[c] != places[first]) {
+      return bad_argument(fmt::format("sync {}: the live set has {} without {} of the same replica", sync_id,
+                                      worker_name(places[c] == Progress::kAbsent ? first : c),
+                                      worker_name(places[c] == Progress::kAbsent ? c : first)));
+    }
+  }
+  s.phase = Phase::kStarting;
+  s.sync_id = sync_id;
+  s.consumers = std::move(places);
+  s.ranks.assign(s.config.world_size, RankProgress::kOpened);
+  s.lost.clear();
+  s.dropped.clear();
+  s.error = {};
+  s.since_ns = s.opened_ns = now_ns;
+  for (std::uint32_t r = 0; r < s.config.world_size; ++r) {
+    if (!s.gone.contains({Role::kTrainer, r})) out.push_back(OpenSync{r});
+  }
+  for (const std::uint32_t c : live) {
+    if (!s.gone.contains({Role::kWorker, c})) out.push_back(StartUpdate{c});
+  }
+  const Status down = Status(StatusCode::kUnavailable, "it was down before the sync began", {.reason = Reason::kPeerLost});
+  for (const Member& member : std::set<Member>(s.gone)) {
+    if (member.role == Role::kTrainer) {
+      rank_lost(now_ns, member.id, down, out);
+    } else {
+      consumer_lost(now_ns, member.id, down, out);
+    }
+  }
+  return {};
+}
+
+void SenderMachine::member_up(const Member& member) { state_->gone.erase(member); }
+
+void SenderMachine::rank_began(std::int64_t now_ns, std::uint32_t rank, std::uint64_t sync_id, SenderActions& out) {
+  State& s = *state_;
+  (void)out;
+  if (!s.running(sync_id) || rank >= s.ranks.size() || s.ranks[rank] != RankProgress::kOpened) return;
+  s.ranks[rank] = RankProgress::kBegan;
+  s.since_ns = now_ns;
+}
+
+void SenderMachine::update_started(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id, const Status& status,
+                                   SenderActions& out) {
+  State& s = *state_;
+  if (!status.ok()) {
+    // It refused: it is not in the sync, and will not answer a failure.
+    if (!s.report(now_ns, consumer, sync_id, {Progress::kStarting}, Progress::kOver)) return;
+    s.fail_for(now_ns, {Role::kWorker, consumer}, status.with_context("start_update"), out);
+    return s.advance(now_ns, out);
+  }
+  if (s.report(now_ns, consumer, sync_id, {Progress::kStarting}, Progress::kStarted)) s.advance(now_ns, out);
+}
+
+void SenderMachine::prepared(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id, const Status& status,
+                             SenderActions& out) {
+  State& s = *state_;
+  if (!status.ok()) {
+    if (!s.report(now_ns, consumer, sync_id,
+                  {Progress::kStarting, Progress::kStarted, Progress::kUpdating, Progress::kPrepared, Progress::kFinishing},
+                  Progress::kOver)) {
+      return;
+    }
+    s.fail_for(now_ns, {Role::kWorker, consumer}, status, out);
+    return s.advance(now_ns, out);
+  }
+  if (s.report(now_ns, consumer, sync_id, {Progress::kUpdating}, Progress::kPrepared)) s.advance(now_ns, out);
+}
+
+void SenderMachine::finished(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id, const Status& status,
+                             SenderActions& out) {
+  State& s = *state_;
+  if (!s.report(now_ns, consumer, sync_id, {Progress::kFinishing}, status.ok() ? Progress::kFinished : Progress::kOver)) return;
+  if (!status.ok()) s.fail_for(now_ns, {Role::kWorker, consumer}, status.with_context("finish_update"), out);
+  s.advance(now_ns, out);
+}
+
+void SenderMachine::rank_ended(std::int64_t now_ns, std::uint32_t rank, std::uint64_t sync_id, const Status& status,
+                               SenderActions& out) {
+  State& s = *state_;
+  if (!s.running(sync_id) || rank >= s.ranks.size()) return;
+  RankProgress& place = s.ranks[rank];
+  if (place == RankProgress::kEnded || place == RankProgress::kLost) return;
+  place = RankProgress::kEnded;
+  s.since_ns = now_ns;
+  if (!status.ok()) s.fail_for(now_ns, {Role::kTrainer, rank}, status, out);
+  s.advance(now_ns, out);
+}
+
+void SenderMachine::failed(std::int64_t now_ns, const Member& from, std::uint64_t sync_id, const Status& why,
+                           SenderActions& out) {
+  State& s = *state_;
+  if (!s.running(sync_id)) return;
+  if (from.role == Role::kWorker && (from.id >= s.consumers.size() || !s.in_sync(s.consumers[from.id]))) return;
+  if (from.role == Role::kTrainer && from.id >= s.ranks.size()) return;
+  s.fail_for(now_ns, from, why, out);
+}
+
+void SenderMachine::rank_lost(std::int64_t now_ns, std::uint32_t rank, const Status& why, SenderActions& out) {
+  State& s = *state_;
+  s.gone.insert({Role::kTrainer, rank});
+  if (s.phase == Phase::kIdle || rank >= s.ranks.size() || s.ranks[rank] == RankProgress::kLost) return;
+  s.ranks[rank] = RankProgress::kLost;
+  // Once commits are under way nobody needs the rank any more: they go on, and the next sync meets its absence.
+  if (s.phase != Phase::kFinishing) {
+    s.fail(now_ns,
+           Status(StatusCode::kUnavailable,
+                  fmt::format("{} was lost in sync {}: {}", trainer_name(rank), s.sync_id, why.message()),
+                  {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = trainer_name(rank)}),
+           out);
+  }
+  s.advance(now_ns, out);
+}
+
+void SenderMachine::consumer_lost(std::int64_t now_ns, std::uint32_t consumer, const Status& why, SenderActions& out) {
+  State& s = *state_;
+  s.gone.insert({Role::kWorker, consumer});
+  if (s.phase == Phase::kIdle || consumer >= s.consumers.size() || !s.in_sync(s.consumers[consumer])) return;
+  s.consumers[consumer] = Progress::kLost;
+  s.lost.push_back(consumer);
+  std::sort(s.lost.begin(), s.lost.end());
+  s.since_ns = now_ns;
+  const Status lost = Status(StatusCode::kUnavailable,
+                             fmt::format("{} was lost in sync {}: {}", worker_name(consumer), s.sync_id, why.message()),
+                             {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
+  if (s.phase != Phase::kDraining) {
+    if (!s.config.fail_on_consumer_loss) s.drop_replica(consumer, why, out);
+    const bool any = std::any_of(s.consumers.begin(), s.consumers.end(), [&](Progress p) { return s.in_sync(p); });
+    if (s.config.fail_on_consumer_loss || !any) s.fail(now_ns, lost, out);
+  }
+  s.advance(now_ns, out);
+}
+
+void SenderMachine::tick(std::int64_t now_ns, SenderActions& out) {
+  State& s = *state_;
+  const std::int64_t limit = s.config.step_timeout_ns;
+  const auto late = [&](std::string what) {
+    s.fail(now_ns, stalled(fmt::format("sync {}: no answer within {:.3g} s: {}", s.sync_id, static_cast<double>(limit) / 1e9, what)),
+           out);
+    s.advance(now_ns, out);
+  };
+  if (s.phase == Phase::kIdle) return;
+  if (s.phase == Phase::kDraining) {
+    if (now_ns - s.since_ns >= s.config.drain_timeout_ns) s.close(out);
+    return;
+  }
+  if (now_ns - s.opened_ns >= limit && !s.none(RankProgress::kOpened)) {
+    return late(fmt::format("{} did not begin the sync",
+                            count_noun("trainer", State::members(s.ranks, RankProgress::kOpened))));
+  }
+  if (now_ns - s.since_ns < limit) return;
+  switch (s.phase) {
+    case Phase::kStarting:
+      return late(fmt::format("start_update of {}", count_noun("worker", State::members(s.consumers, Progress::kStarting))));
+    case Phase::kUpdating:
+      // While a rank is in the sync its watchdog sees more than we do.
+      if (s.none(RankProgress::kBegan)) {
+        return late(fmt::format("all trainers have ended, but {} not prepared",
+                                count_noun("worker", State::members(s.consumers, Progress::kUpdating))));
+      }
+      return;
+    case Phase::kFinishing:
+      return late(fmt::format("finish_update of {}", count_noun("worker", State::members(s.consumers, Progress::kFinishing))));
+    case Phase::kIdle:
+    case Phase::kDraining: return;
+  }
+}
+
+bool SenderMachine::running() const { return state_->phase != Phase::kIdle; }
+
+}  // namespace shardpull
