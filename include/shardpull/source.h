@@ -89,6 +89,10 @@ class WeightSource {
   virtual std::vector<TensorMeta> metadata() const = 0;
   // The names this rank holds, by index into metadata(). Default: all of them.
   virtual std::vector<std::uint32_t> held_names() const;
+  // Whether every storage above export_pack_limit that this source yields lies in memory from Trainer::allocate, so that
+  // consumers can map it. Checked when it is published: a view elsewhere is then an error naming it. False: such tensors
+  // are packed.
+  virtual bool in_engine_memory() const { return false; }
   // Starts a pass. Views yielded must stay valid and unchanged until released(group).
   virtual Result<std::unique_ptr<GroupStream>> iter_groups(const SyncRequest& request) = 0;
 };

@@ -27,7 +27,6 @@ struct WorkerOptions {
   std::uint64_t max_chunk_bytes = 64ull << 20;    // 0 = off
   PathChoice path = PathChoice::kAuto;
   BakeOptions bake;
-  std::uint32_t copy_threads = 1;                 // >= 1
 };
 
 // Thread-compatible.

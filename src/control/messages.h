@@ -57,6 +57,10 @@ struct SyncOpen {
   std::vector<std::uint32_t> live_consumers;  // ascending
   std::vector<std::uint8_t> names;            // bitmask over metadata order; empty = all
 };
+// trainer R -> sender: its producer has begun the sync.
+struct SyncBegan {
+  std::uint64_t sync_id = 0;
+};
 // sender -> every live worker.
 struct StartUpdate {
   std::uint64_t sync_id = 0, version = 0;
@@ -125,7 +129,7 @@ struct UserMessage {
 using ControlBody =
     std::variant<TrainerJoin, TrainerTable, InitRequest, InitPayload, InitDone, Reserve, ReserveReply, SyncOpen, StartUpdate,
                  UpdateStarted, Update, Prepared, Finish, Finished, FreeGroups, FreeAck, RankEnded, SyncClosed, SyncFailed,
-                 Shutdown, UserMessage>;
+                 Shutdown, UserMessage, SyncBegan>;
 std::string_view name_of(const ControlBody& body);  // "Reserve"
 
 }  // namespace shardpull

@@ -1,0 +1,541 @@
+#include "runtime/consumer_engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "base/units.h"
+
+namespace shardpull {
+namespace {
+
+// The distinct (name, piece) of a run's keys in order of first use: the order of ReadyInfo::entries for the mapped path.
+std::vector<std::pair<std::uint32_t, std::uint32_t>> entry_order(const Chunk& chunk, const Run& run) {
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> order;
+  for (std::uint32_t i = run.first_key; i < run.first_key + run.key_count; ++i) {
+    const std::pair<std::uint32_t, std::uint32_t> item(chunk.keys[i].name, chunk.keys[i].piece);
+    if (std::find(order.begin(), order.end(), item) == order.end()) order.push_back(item);
+  }
+  return order;
+}
+
+// The shape of what a key's slice indexes: the whole tensor, or the piece's box.
+std::vector<std::int64_t> source_shape(const InitTables& tables, std::uint32_t name, std::uint32_t piece) {
+  if (piece == 0) return tables.metadata[name].shape;
+  return tables.ownership.pieces[piece - 1].box.size;
+}
+
+std::int64_t product(const std::vector<std::int64_t>& shape) {
+  std::int64_t numel = 1;
+  for (const std::int64_t size : shape) numel *= size;
+  return numel;
+}
+
+Region destination_region(const Destination& destination) {
+  Region region;
+  region.offset = destination.offset;
+  for (std::size_t d = 0; d < destination.shape.size(); ++d) {
+    region.dims.push_back({destination.shape[d], destination.stride[d]});
+  }
+  return region;
+}
+
+// Zeroes `loops` [d, end) of a nest.
+void zero(const CopyNest& nest, std::size_t d, std::byte* at) {
+  if (d == nest.loops.size()) {
+    std::memset(at, 0, static_cast<std::size_t>(nest.run_elements));
+    return;
+  }
+  for (std::int64_t i = 0; i < nest.loops[d].size; ++i) zero(nest, d + 1, at + i * nest.loops[d].dst_stride);
+}
+
+}  // namespace
+
+ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Recording& recording,
+                               std::shared_ptr<const InitTables> tables, std::shared_ptr<const WorkerPlan> plan,
+                               FleetToken token, Incarnation incarnation, std::int64_t stall_timeout_ns, ConsumerHooks hooks)
+    : progress_(progress),
+      model_(model),
+      recording_(recording),
+      tables_(std::move(tables)),
+      plan_(std::move(plan)),
+      token_(token),
+      incarnation_(incarnation),
+      hooks_(std::move(hooks)),
+      machine_(ConsumerConfig{.plan = plan_,
+                              .num_modules = static_cast<std::uint32_t>(recording.modules.size()),
+                              .stall_timeout_ns = stall_timeout_ns}),
+      copies_(1),
+      post_process_(1) {}
+
+ConsumerEngine::~ConsumerEngine() = default;
+
+void ConsumerEngine::stop() {
+  copies_.stop();
+  post_process_.stop();
+}
+
+// ---- once -------------------------------------------------------------------------------------------------------------
+
+Status ConsumerEngine::prepare() {
+  for (const RecordedModule& recorded : recording_.modules) {
+    Module* module = model_.find_module(recorded.name);
+    if (module == nullptr) {
+      return Status(StatusCode::kInternal, fmt::format("the model has no module '{}' any more", recorded.name));
+    }
+    modules_.push_back(module);
+  }
+  for (const RecordedParameter& recorded : recording_.parameters) {
+    Parameter* parameter = modules_[recorded.module]->find(recorded.name);
+    if (parameter == nullptr || parameter->memory() == nullptr) {
+      return Status(StatusCode::kInternal,
+                    fmt::format("{}.{} has no memory to land in", recording_.modules[recorded.module].name, recorded.name));
+    }
+    parameters_.push_back(parameter);
+  }
+  chunks_.resize(plan_->chunks.size());
+  for (const Chunk& chunk : plan_->chunks) SHARDPULL_RETURN_IF_ERROR(prepare_chunk(chunk, chunks_[chunk.chunk_id]));
+
+  const std::uint64_t ring_bytes = plan_->receive_slot_bytes * plan_->ring_depth;
+  if (ring_bytes != 0) {
+    SHARDPULL_ASSIGN_OR_RETURN(
+        receive_ring_, LandingMemory::allocate(ring_bytes, "receive ring", "a smaller max_chunk_bytes or ring_depth"));
+  }
+  return {};
+}
+
+Status ConsumerEngine::prepare_chunk(const Chunk& chunk, PreparedChunk& prepared) {
+  std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>> entries;
+  for (const Run& run : chunk.runs) entries.push_back(entry_order(chunk, run));
+  for (const ChunkKey& key : chunk.keys) prepared.key_bytes += key.bytes;
+  for (const PlannedScatter& scatter : chunk.scatters) {
+    SHARDPULL_ASSIGN_OR_RETURN(PreparedCopy copy, prepare_copy(chunk, scatter, entries));
+    prepared.copies.push_back(std::move(copy));
+  }
+  for (const std::uint32_t module : chunk.materialise) {
+    for (const Fill& fill : recording_.fills) {
+      if (recording_.parameters[fill.destination.parameter].module != module) continue;
+      const Region region = destination_region(fill.destination);
+      const SourceLayout zeros = SourceLayout::contiguous(fill.destination.dtype, region.numel());
+      SHARDPULL_ASSIGN_OR_RETURN(CopyProgram program, compile_copy(Slice::whole(region.numel()), zeros, fill.destination.dtype,
+                                                                  region, fill.destination.dtype));
+      prepared.fills.push_back({fill.destination.parameter, std::move(program)});
+    }
+  }
+  for (const std::uint32_t module : chunk.post_process) {
+    if (modules_[module]->post_process()) prepared.post_process.push_back(modules_[module]);
+  }
+  return {};
+}
+
+Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
+    const Chunk& chunk, const PlannedScatter& scatter,
+    const std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>>& entries) {
+  const ChunkKey& key = chunk.keys[scatter.key];
+  PreparedCopy copy;
+  copy.key = scatter.key;
+  copy.parameter = scatter.destination.parameter;
+  for (std::size_t r = 0; r < chunk.runs.size(); ++r) {
+    const Run& run = chunk.runs[r];
+    if (scatter.key < run.first_key || scatter.key >= run.first_key + run.key_count) continue;
+    copy.run = static_cast<std::uint16_t>(r);
+    const auto& order = entries[r];
+    copy.entry = static_cast<std::uint32_t>(
+        std::find(order.begin(), order.end(), std::pair(key.name, key.piece)) - order.begin());
+  }
+  const Region destination = destination_region(scatter.destination);
+  SourceLayout layout;
+  Slice slice;
+  if (chunk.path == Path::kPacked) {
+    slice = Slice::whole(key.slice.numel());
+    layout = SourceLayout::contiguous(key.wire_dtype, key.slice.numel());
+  } else {
+    slice = key.slice;
+    layout = SourceLayout::contiguous(tables_->metadata[key.name].dtype, product(source_shape(*tables_, key.name, key.piece)));
+  }
+  auto program = compile_copy(slice, layout, key.wire_dtype, destination, scatter.destination.dtype,
+                              lands_raw(scatter.destination));
+  if (!program.ok()) {
+    return program.status().with_context(fmt::format("copying {} into {}", tables_->metadata[key.name].name,
+                                                     parameters_[copy.parameter]->full_name()));
+  }
+  copy.program = std::move(program).value();
+  return copy;
+}
+
+bool ConsumerEngine::lands_raw(const Destination& destination) const {
+  return recording_.parameters[destination.parameter].dtype != destination.dtype;
+}
+
+Status ConsumerEngine::connect(std::int64_t timeout_ns) {
+  for (const ProducerPlan& producer : plan_->producers) {
+    auto endpoint = progress_.transport().connect(tables_->producers[producer.producer], timeout_ns);
+    if (!endpoint.ok()) return endpoint.status().with_context(fmt::format("connecting to trainer {}", producer.producer));
+    endpoints_[*endpoint] = Endpoint{producer.producer};
+    SHARDPULL_RETURN_IF_ERROR(progress_.transport().send(*endpoint, header(HotType::kHello, 0), nullptr, 0));
+  }
+  return {};
+}
+
+// ---- events -----------------------------------------------------------------------------------------------------------
+
+template <typename Event>
+void ConsumerEngine::drive(Event event) {
+  ConsumerActions actions;
+  event(progress_.clock().now_ns(), actions);
+  perform(actions);
+}
+
+Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version) {
+  Status status;
+  drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.start_update(now, sync_id, version, out); });
+  if (status.ok()) {
+    bytes_moved_ = copy_ns_ = update_ns_ = 0;
+    bytes_before_ = progress_.transport().counters().payload_bytes_read;
+  }
+  return status;
+}
+
+Status ConsumerEngine::update() {
+  Status status;
+  update_started_ns_ = progress_.clock().now_ns();
+  drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.update(now, out); });
+  return status;
+}
+
+Status ConsumerEngine::finish_update(std::uint64_t sync_id) {
+  Status status;
+  drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.finish_update(now, sync_id, out); });
+  return status;
+}
+
+void ConsumerEngine::fail(std::uint64_t sync_id, const Status& why) {
+  drive([&](std::int64_t now, ConsumerActions& out) { machine_.fail(now, sync_id, why, out); });
+}
+
+void ConsumerEngine::producer_lost(std::uint32_t rank, const Status& why) {
+  drive([&](std::int64_t now, ConsumerActions& out) { machine_.producer_lost(now, rank, why, out); });
+}
+
+void ConsumerEngine::signals_acked(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
+  drive([&](std::int64_t now, ConsumerActions& out) { machine_.signals_acked(now, producer, sync_id, groups, out); });
+}
+
+void ConsumerEngine::tick() {
+  drive([&](std::int64_t now, ConsumerActions& out) { machine_.tick(now, out); });
+}
+
+void ConsumerEngine::shutdown() {
+  drive([&](std::int64_t, ConsumerActions& out) { machine_.shutdown(out); });
+}
+
+bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const std::byte* payload) {
+  const auto found = endpoints_.find(id);
+  if (found == endpoints_.end()) return false;
+  Endpoint& endpoint = found->second;
+  const std::uint32_t producer = endpoint.producer;
+  const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt, header.seq};
+  const auto reject = [&](const Status& why) {
+    log_warn("trainer {} sent a message this worker cannot use: {}", producer, why.to_string());
+    progress_.transport().close(id);
+    on_closed(id, why);
+  };
+  switch (header.type) {
+    case HotType::kHelloReply:
+      if (!endpoint.greeted) {
+        endpoint.greeted = true;
+        ++greeted_;
+      }
+      return true;
+    case HotType::kReady: {
+      auto ready = decode_ready(payload, header.length);
+      if (!ready.ok()) {
+        reject(ready.status());
+        return true;
+      }
+      ReadyInfo info;
+      info.path = pull.chunk < plan_->chunks.size() ? plan_->chunks[pull.chunk].path : Path::kPacked;
+      info.sums = std::move(ready->sums);
+      for (ReadyEntry& entry : ready->entries) info.entries.push_back({entry.where, std::move(entry.stride)});
+      if (info.path == Path::kPacked && !info.entries.empty()) info.bytes = info.entries[0].where.bytes;
+      drive([&](std::int64_t now, ConsumerActions& out) { machine_.ready(now, producer, pull, std::move(info), out); });
+      return true;
+    }
+    case HotType::kFail: {
+      const Status named = decode_status(payload, header.length).with_context(fmt::format("trainer {}", producer));
+      drive([&](std::int64_t now, ConsumerActions& out) { machine_.pull_failed(now, producer, pull, named, out); });
+      return true;
+    }
+    case HotType::kFreeAck: {
+      auto entries = decode_free(payload, header.length);
+      if (!entries.ok()) {
+        reject(entries.status());
+        return true;
+      }
+      for (const FreeEntry& entry : *entries) {
+        if (entry.consumer == plan_->consumer) signals_acked(producer, header.sync_id, entry.groups);
+      }
+      return true;
+    }
+    default:
+      reject(Status(StatusCode::kInvalidArgument,
+                    fmt::format("hot message type {} is not for a worker", static_cast<int>(header.type))));
+      return true;
+  }
+}
+
+bool ConsumerEngine::on_closed(EndpointId id, const Status& why) {
+  const auto found = endpoints_.find(id);
+  if (found == endpoints_.end()) return false;
+  const Endpoint endpoint = found->second;
+  endpoints_.erase(found);
+  if (endpoint.greeted) --greeted_;
+  const Status named(StatusCode::kUnavailable,
+                     fmt::format("trainer {} closed its hot endpoint: {}", endpoint.producer, why.message()),
+                     {.reason = Reason::kPeerLost,
+                      .fault = Fault::kPeer,
+                      .peer = fmt::format("trainer {}", endpoint.producer)});
+  if (connect_error_.ok()) connect_error_ = named;
+  producer_lost(endpoint.producer, named);
+  return true;
+}
+
+void ConsumerEngine::on_read_done(ReadToken token, const Status& status) {
+  const auto found = transfers_.find(token);
+  if (found == transfers_.end()) return;
+  const Transfer transfer = found->second;
+  transfers_.erase(found);
+  copy_ns_ += static_cast<std::uint64_t>(progress_.clock().now_ns() - transfer.started_ns);
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.transfer_done(now, transfer.sync_id, transfer.chunk, transfer.run, status, out);
+  });
+}
+
+// ---- actions ----------------------------------------------------------------------------------------------------------
+
+void ConsumerEngine::perform(ConsumerActions& actions) {
+  for (ConsumerAction& action : actions) std::visit([this](const auto& each) { perform(each); }, action);
+}
+
+EndpointId ConsumerEngine::endpoint_of(std::uint32_t producer) const {
+  for (const auto& [id, endpoint] : endpoints_) {
+    if (endpoint.producer == producer) return id;
+  }
+  return 0;
+}
+
+HotHeader ConsumerEngine::header(HotType type, std::uint64_t sync_id) const {
+  HotHeader header;
+  header.type = type;
+  header.token = token_;
+  header.incarnation = incarnation_;
+  header.sync_id = sync_id;
+  header.consumer = plan_->consumer;
+  return header;
+}
+
+void ConsumerEngine::perform(const consumer_action::SendPull& action) {
+  HotHeader message = header(HotType::kPull, action.pull.sync_id);
+  message.target = action.pull.chunk;
+  message.run = action.pull.run;
+  message.attempt = action.pull.attempt;
+  message.seq = action.pull.seq;
+  const Status status = progress_.transport().send(endpoint_of(action.producer), message, nullptr, 0);
+  if (status.ok()) return;
+  const std::uint32_t producer = action.producer;
+  const PullId pull = action.pull;
+  const Status named = status.with_context(fmt::format("trainer {}", producer));
+  // Posted: the machine is in the middle of the event that asked for this pull.
+  progress_.post([this, producer, pull, named] {
+    drive([&](std::int64_t now, ConsumerActions& out) { machine_.pull_failed(now, producer, pull, named, out); });
+  });
+}
+
+void ConsumerEngine::perform(const consumer_action::StartTransfer& action) {
+  const Chunk& chunk = plan_->chunks[action.chunk];
+  const Run& run = chunk.runs[action.run];
+  const ReadToken token = next_token_++;
+  transfers_[token] = {machine_.sync_id(), action.chunk, action.run, progress_.clock().now_ns()};
+  Status wrong;
+  if (action.ready.entries.size() != 1 || action.ready.entries[0].where.bytes != run.bytes) {
+    wrong = Status(StatusCode::kDataLoss,
+                   fmt::format("trainer {} offers {} bytes for chunk {}, the plan says {}", action.producer,
+                               action.ready.entries.empty() ? 0 : action.ready.entries[0].where.bytes, action.chunk,
+                               run.bytes),
+                   {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .peer = fmt::format("trainer {}", action.producer)});
+  }
+  const EndpointId endpoint = endpoint_of(action.producer);
+  if (wrong.ok() && endpoint == 0) {
+    wrong = Status(StatusCode::kUnavailable, fmt::format("trainer {} is gone", action.producer),
+                   {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = fmt::format("trainer {}", action.producer)});
+  }
+  if (!wrong.ok()) {
+    progress_.post([this, token, wrong] { on_read_done(token, wrong); });
+    return;
+  }
+  std::byte* const local = receive_ring_.data() + action.slot * plan_->receive_slot_bytes + run.offset;
+  progress_.transport().read(endpoint, action.ready.entries[0].where, local, token);
+}
+
+void ConsumerEngine::run_fills(const PreparedChunk& chunk) const {
+  for (const PreparedFill& fill : chunk.fills) {
+    std::byte* const memory = parameters_[fill.parameter]->memory();
+    for (const CopyNest& nest : fill.program.nests) zero(nest, 0, memory + nest.dst_offset);
+  }
+}
+
+void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
+  const std::uint64_t sync_id = machine_.sync_id();
+  const std::uint32_t chunk_id = action.chunk;
+  const std::byte* const slot = receive_ring_.data() + action.slot * plan_->receive_slot_bytes;
+  copies_.post([this, sync_id, chunk_id, slot] {
+    const Chunk& chunk = plan_->chunks[chunk_id];
+    const PreparedChunk& prepared = chunks_[chunk_id];
+    run_fills(prepared);
+    for (const PreparedCopy& copy : prepared.copies) {
+      run(copy.program, slot + chunk.keys[copy.key].offset, parameters_[copy.parameter]->memory());
+    }
+    progress_.post([this, sync_id, chunk_id] {
+      drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk_id, Status(), out); });
+    });
+  });
+}
+
+void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
+  const std::uint64_t sync_id = machine_.sync_id();
+  const std::uint32_t chunk_id = action.chunk;
+  const Chunk& chunk = plan_->chunks[chunk_id];
+  const auto done = [this, sync_id, chunk_id](const Status& status) {
+    drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk_id, status, out); });
+  };
+
+  // One source per (run, entry): the first element of the tensor (or piece), mapped.
+  struct Source {
+    Transport::Mapping mapping;
+    std::vector<std::int64_t> stride;
+  };
+  auto sources = std::make_shared<std::vector<std::vector<Source>>>();
+  Status wrong;
+  for (std::size_t r = 0; r < action.ready.size() && wrong.ok(); ++r) {
+    const std::uint32_t producer = chunk.runs[r].producer;
+    const auto order = entry_order(chunk, chunk.runs[r]);
+    const std::vector<Location>& entries = action.ready[r].entries;
+    std::vector<Source>& run_sources = sources->emplace_back();
+    if (entries.size() != order.size()) {
+      wrong = Status(StatusCode::kDataLoss, fmt::format("trainer {} locates {} tensors of chunk {}, the plan names {}",
+                                                        producer, entries.size(), chunk_id, order.size()));
+      break;
+    }
+    const EndpointId endpoint = endpoint_of(producer);
+    for (std::size_t e = 0; e < entries.size(); ++e) {
+      const TensorMeta& meta = tables_->metadata[order[e].first];
+      auto bytes = bytes_of(meta.dtype, product(source_shape(*tables_, order[e].first, order[e].second)));
+      if (bytes.ok() && entries[e].stride.empty() && entries[e].where.bytes != *bytes) {
+        wrong = Status(StatusCode::kDataLoss,
+                       fmt::format("trainer {} offers {} bytes of {}, the metadata says {}", producer,
+                                   entries[e].where.bytes, meta.name, *bytes),
+                       {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .tensor = meta.name});
+        break;
+      }
+      auto mapping = endpoint == 0 ? Result<Transport::Mapping>(Status(StatusCode::kUnavailable, "the endpoint is gone"))
+                                   : progress_.transport().map(endpoint, entries[e].where);
+      if (!mapping.ok()) {
+        wrong = mapping.status().with_context(fmt::format("mapping {} of trainer {}", meta.name, producer));
+        break;
+      }
+      run_sources.push_back({*mapping, entries[e].stride});
+    }
+  }
+  if (!wrong.ok()) {
+    progress_.post([done, wrong] { done(wrong); });
+    return;
+  }
+
+  copies_.post([this, chunk_id, sources, done] {
+    const Chunk& chunk = plan_->chunks[chunk_id];
+    const PreparedChunk& prepared = chunks_[chunk_id];
+    const std::int64_t started = progress_.clock().now_ns();
+    run_fills(prepared);
+    Status status;
+    for (const PreparedCopy& copy : prepared.copies) {
+      const Source& source = (*sources)[copy.run][copy.entry];
+      std::byte* const memory = parameters_[copy.parameter]->memory();
+      if (source.stride.empty()) {
+        run(copy.program, source.mapping.data, memory);
+        continue;
+      }
+      // A published view with strides of its own: its copy is compiled when it is met.
+      const ChunkKey& key = chunk.keys[copy.key];
+      const PlannedScatter& scatter = chunk.scatters[static_cast<std::size_t>(&copy - prepared.copies.data())];
+      SourceLayout layout{tables_->metadata[key.name].dtype, source_shape(*tables_, key.name, key.piece), source.stride};
+      auto program = compile_copy(key.slice, layout, key.wire_dtype, destination_region(scatter.destination),
+                                  scatter.destination.dtype, lands_raw(scatter.destination));
+      if (!program.ok()) {
+        status = program.status();
+        break;
+      }
+      run(*program, source.mapping.data, memory);
+    }
+    const std::int64_t ended = progress_.clock().now_ns();
+    if (status.ok()) progress_.transport().add_mapped_bytes(prepared.key_bytes);
+    progress_.post([this, chunk_id, done, status, busy = ended - started] {
+      copy_ns_ += static_cast<std::uint64_t>(busy);
+      done(status);
+    });
+  });
+}
+
+void ConsumerEngine::perform(const consumer_action::StartPost& action) {
+  const std::uint64_t sync_id = machine_.sync_id();
+  const std::uint32_t chunk_id = action.chunk;
+  const auto finish = [this, sync_id, chunk_id](const Status& status) {
+    progress_.post([this, sync_id, chunk_id, status] {
+      drive([&](std::int64_t now, ConsumerActions& out) { machine_.post_done(now, sync_id, chunk_id, status, out); });
+    });
+  };
+  if (chunks_[chunk_id].post_process.empty()) {
+    finish(Status());
+    return;
+  }
+  post_process_.post([this, chunk_id, finish] {
+    for (Module* module : chunks_[chunk_id].post_process) {
+      const Status status = module->post_process()(*module, {});
+      if (!status.ok()) {
+        finish(status.with_context(fmt::format("post-processing {}", module->name())));
+        return;
+      }
+    }
+    finish(Status());
+  });
+}
+
+void ConsumerEngine::perform(const consumer_action::SendSignals& action) {
+  const EndpointId endpoint = endpoint_of(action.producer);
+  if (endpoint == 0) {
+    hooks_.signal_by_control(action.producer, action.sync_id, action.groups);
+    return;
+  }
+  const std::vector<std::byte> payload = encode(std::vector<FreeEntry>{{plan_->consumer, action.groups}});
+  // A send that fails is followed by on_closed: the producer is lost.
+  progress_.transport().send(endpoint, header(HotType::kFree, action.sync_id), payload.data(), payload.size()).ignore();
+}
+
+void ConsumerEngine::perform(const consumer_action::UpdateDone& action) {
+  update_ns_ = static_cast<std::uint64_t>(progress_.clock().now_ns() - update_started_ns_);
+  bytes_moved_ = progress_.transport().counters().payload_bytes_read - bytes_before_;
+  hooks_.update_done(action.sync_id, action.status);
+}
+
+void ConsumerEngine::perform(const consumer_action::FinishDone& action) {
+  hooks_.finish_done(action.sync_id, action.status);
+}
+
+void ConsumerEngine::perform(const consumer_action::ReportFailure& action) {
+  hooks_.report_failure(action.sync_id, action.status);
+}
+
+}  // namespace shardpull

@@ -1,0 +1,153 @@
+// ConsumerEngine: binds one ConsumerMachine to a transport, memory and threads. docs/ARCHITECTURE.md, "A sync".
+//
+// Confined to the progress thread once bound, except prepare(), which the caller's thread runs before.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/identity.h"
+#include "plan/plan.h"
+#include "protocol/consumer_machine.h"
+#include "runtime/landing_memory.h"
+#include "runtime/progress_thread.h"
+#include "shardpull/bake.h"
+#include "shardpull/model.h"
+#include "tensor/copy.h"
+#include "transport/transport.h"
+
+namespace shardpull {
+
+// What the engine needs from whoever owns it.
+struct ConsumerHooks {
+  // Free signals for a producer without a hot endpoint.
+  std::function<void(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups)> signal_by_control;
+  // update() and finish_update() are over.
+  std::function<void(std::uint64_t sync_id, const Status& status)> update_done;
+  std::function<void(std::uint64_t sync_id, const Status& status)> finish_done;
+  std::function<void(std::uint64_t sync_id, const Status& status)> report_failure;
+};
+
+class ConsumerEngine {
+ public:
+  ConsumerEngine(ProgressThread& progress, Model& model, const Recording& recording, std::shared_ptr<const InitTables> tables,
+                 std::shared_ptr<const WorkerPlan> plan, FleetToken token, Incarnation incarnation,
+                 std::int64_t stall_timeout_ns, ConsumerHooks hooks);
+  ~ConsumerEngine();  // stop() has been called, and the progress thread has stopped
+
+  // Compiles every copy of the plan and allocates the receive ring. On the caller's thread.
+  Status prepare();
+  // Opens a hot endpoint to every producer of the plan and says hello. Done when connected() is true.
+  Status connect(std::int64_t timeout_ns);
+  bool connected() const { return greeted_ == endpoints_.size(); }
+  const Status& connect_error() const { return connect_error_; }
+
+  Status start_update(std::uint64_t sync_id, std::uint64_t version);
+  Status update();
+  Status finish_update(std::uint64_t sync_id);
+  void fail(std::uint64_t sync_id, const Status& why);
+  void producer_lost(std::uint32_t rank, const Status& why);
+  void signals_acked(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups);
+  void tick();
+
+  // From the transport. False when the endpoint is not one of this engine's.
+  bool on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload);
+  bool on_closed(EndpointId endpoint, const Status& why);
+  void on_read_done(ReadToken token, const Status& status);
+
+  // Fails a running update and refuses later ones.
+  void shutdown();
+
+  // Finishes the copies under way and joins their threads. From the caller's thread.
+  void stop();
+
+  const ConsumerMachine& machine() const { return machine_; }
+  std::uint64_t receive_ring_bytes() const { return receive_ring_.size(); }
+  // Of the running or last sync.
+  std::uint64_t bytes_moved() const { return bytes_moved_; }
+  std::uint64_t update_ns() const { return update_ns_; }
+  std::uint64_t copy_ns() const { return copy_ns_; }
+
+ private:
+  struct Endpoint {
+    std::uint32_t producer = 0;
+    bool greeted = false;
+  };
+  // One copy of a chunk, ready to run: `program` reads from the key's bytes (mapped: from the piece's first element).
+  struct PreparedCopy {
+    std::uint32_t key = 0;
+    std::uint32_t entry = 0;       // mapped: index into the run's ReadyInfo::entries
+    std::uint16_t run = 0;
+    std::uint32_t parameter = 0;
+    CopyProgram program;
+  };
+  struct PreparedFill {
+    std::uint32_t parameter = 0;
+    CopyProgram program;           // of a contiguous source: only its destination side is used
+  };
+  struct PreparedChunk {
+    std::vector<PreparedCopy> copies;
+    std::vector<PreparedFill> fills;
+    std::vector<Module*> post_process;  // only modules with a hook
+    std::uint64_t key_bytes = 0;
+  };
+  struct Transfer {
+    std::uint64_t sync_id = 0;
+    std::uint32_t chunk = 0;
+    std::uint16_t run = 0;
+    std::int64_t started_ns = 0;
+  };
+
+  Status prepare_chunk(const Chunk& chunk, PreparedChunk& prepared);
+  Result<PreparedCopy> prepare_copy(const Chunk& chunk, const PlannedScatter& scatter,
+                                    const std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>>& entries);
+  // Written through a view of another dtype: the destination counts bytes.
+  bool lands_raw(const Destination& destination) const;
+  void perform(ConsumerActions& actions);
+  void perform(const consumer_action::SendPull& action);
+  void perform(const consumer_action::StartTransfer& action);
+  void perform(const consumer_action::StartScatter& action);
+  void perform(const consumer_action::StartCopy& action);
+  void perform(const consumer_action::StartPost& action);
+  void perform(const consumer_action::SendSignals& action);
+  void perform(const consumer_action::UpdateDone& action);
+  void perform(const consumer_action::FinishDone& action);
+  void perform(const consumer_action::ReportFailure& action);
+  EndpointId endpoint_of(std::uint32_t producer) const;
+  HotHeader header(HotType type, std::uint64_t sync_id) const;
+  void run_fills(const PreparedChunk& chunk) const;
+  // Moves `actions_` through perform() until no event handler appended more.
+  template <typename Event>
+  void drive(Event event);
+
+  ProgressThread& progress_;
+  Model& model_;
+  const Recording& recording_;
+  const std::shared_ptr<const InitTables> tables_;
+  const std::shared_ptr<const WorkerPlan> plan_;
+  const FleetToken token_;
+  const Incarnation incarnation_;
+  const ConsumerHooks hooks_;
+  ConsumerMachine machine_;
+  std::vector<Parameter*> parameters_;   // by Recording::parameters index
+  std::vector<Module*> modules_;         // by Recording::modules index
+  std::vector<PreparedChunk> chunks_;    // by chunk id
+  LandingMemory receive_ring_;
+  std::map<EndpointId, Endpoint> endpoints_;
+  std::size_t greeted_ = 0;
+  Status connect_error_;
+  std::unordered_map<ReadToken, Transfer> transfers_;
+  ReadToken next_token_ = 1;
+  std::uint64_t bytes_moved_ = 0, bytes_before_ = 0, copy_ns_ = 0, update_ns_ = 0;
+  std::int64_t update_started_ns_ = 0;
+  JobThreads copies_;
+  JobThreads post_process_;
+};
+
+}  // namespace shardpull

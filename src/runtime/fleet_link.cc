@@ -1,0 +1,140 @@
+#include "runtime/fleet_link.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+#include <utility>
+
+#include <fmt/format.h>
+
+namespace shardpull {
+namespace {
+
+Status bad_option(std::string_view field, std::string_view rule, const std::string& value) {
+  return Status(StatusCode::kInvalidArgument, fmt::format("{} {} (it is {})", field, rule, value),
+                {.reason = Reason::kBadArgument});
+}
+
+}  // namespace
+
+Result<std::uint64_t> token_from_environment() {
+  const char* text = std::getenv("SHARDPULL_TOKEN");
+  const Status malformed(StatusCode::kInvalidArgument,
+                         "the environment variable SHARDPULL_TOKEN must hold the fleet token as 16 hexadecimal digits, not "
+                         "all zero",
+                         {.reason = Reason::kBadToken});
+  if (text == nullptr) return malformed;
+  const std::string_view digits(text);
+  std::uint64_t token = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), token, 16);
+  if (digits.size() != 16 || error != std::errc() || end != digits.data() + digits.size() || token == 0) return malformed;
+  return token;
+}
+
+Status validate(const FleetOptions& options) {
+  if (options.directory.empty()) return bad_option("fleet.directory", "must name the fleet's directory", "empty");
+  if (options.token == 0) return bad_option("fleet.token", "must be a random number", "0");
+  if (options.connect_timeout_ms == 0) return bad_option("fleet.connect_timeout_ms", "must be >= 1", "0");
+  if (options.stall_timeout_ms == 0) return bad_option("fleet.stall_timeout_ms", "must be >= 1", "0");
+  if (options.heartbeat_ms == 0) return bad_option("fleet.heartbeat_ms", "must be >= 1", "0");
+  if (options.dead_after_ms < 2 * options.heartbeat_ms) {
+    return bad_option("fleet.dead_after_ms", "must be at least two heartbeats", std::to_string(options.dead_after_ms));
+  }
+  return {};
+}
+
+ControlOptions control_options(const FleetOptions& options, const Member& self, Incarnation incarnation) {
+  ControlOptions control;
+  control.address = "unix:" + options.directory + "/hub.sock";
+  control.token = options.token;
+  control.self = self;
+  control.incarnation = incarnation;
+  control.heartbeat_ns = static_cast<std::int64_t>(options.heartbeat_ms) * kNanosPerMilli;
+  control.dead_after_ns = static_cast<std::int64_t>(options.dead_after_ms) * kNanosPerMilli;
+  control.connect_timeout_ns = static_cast<std::int64_t>(options.connect_timeout_ms) * kNanosPerMilli;
+  return control;
+}
+
+Result<Member> member_from_string(const std::string& text) {
+  Member member;
+  std::string_view rest(text);
+  if (rest.starts_with("trainer ")) {
+    member.role = Role::kTrainer;
+    rest.remove_prefix(8);
+  } else if (rest.starts_with("worker ")) {
+    member.role = Role::kWorker;
+    rest.remove_prefix(7);
+  } else {
+    rest = {};
+  }
+  const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), member.id);
+  if (rest.empty() || error != std::errc() || end != rest.data() + rest.size()) {
+    return bad_option("a member", "is written \"trainer R\" or \"worker C\"", "'" + text + "'");
+  }
+  return member;
+}
+
+std::int64_t tick_ns(const FleetOptions& options) {
+  const std::int64_t stall_ns = static_cast<std::int64_t>(options.stall_timeout_ms) * kNanosPerMilli;
+  return std::clamp(std::min(5 * kNanosPerSecond, stall_ns / 10), kNanosPerMilli, 250 * kNanosPerMilli);
+}
+
+void ControlRelay::open() {
+  MutexLock lock(mutex_);
+  open_ = true;
+  for (ProgressThread::Task& task : early_) progress_.post(std::move(task));
+  early_.clear();
+}
+
+void ControlRelay::post(ProgressThread::Task task) {
+  MutexLock lock(mutex_);
+  if (open_) {
+    progress_.post(std::move(task));
+  } else {
+    early_.push_back(std::move(task));
+  }
+}
+
+void ControlRelay::on_control(const Member& from, Incarnation incarnation, ControlBody body) {
+  post([this, from, incarnation, body = std::move(body)]() mutable { handlers_.message(from, incarnation, std::move(body)); });
+}
+
+void ControlRelay::on_member_up(const Member& member, Incarnation incarnation) {
+  post([this, member, incarnation] { handlers_.up(member, incarnation); });
+}
+
+void ControlRelay::on_member_lost(const Member& member, Incarnation, const Status& why) {
+  post([this, member, why] { handlers_.lost(member, why); });
+}
+
+void MessageQueue::push(FleetMessage message) {
+  MutexLock lock(mutex_);
+  messages_.push_back(std::move(message));
+  wake_.notify_all();
+}
+
+void MessageQueue::close(const Status& why) {
+  MutexLock lock(mutex_);
+  if (!closed_) closed_ = why;
+  wake_.notify_all();
+}
+
+Result<std::optional<FleetMessage>> MessageQueue::pop(std::uint64_t timeout_ms) {
+  const std::int64_t deadline =
+      SystemClock::instance().now_ns() + static_cast<std::int64_t>(std::min<std::uint64_t>(timeout_ms, 1u << 30)) * kNanosPerMilli;
+  MutexLock lock(mutex_);
+  while (messages_.empty() && !closed_) {
+    const std::int64_t left = deadline - SystemClock::instance().now_ns();
+    if (left <= 0) return std::optional<FleetMessage>();
+    wake_.wait_for_ns(mutex_, left);
+  }
+  if (messages_.empty()) {
+    if (!closed_->ok()) return *closed_;
+    return Status(StatusCode::kUnavailable, "the fleet has ended: no message follows", {.reason = Reason::kShutdown});
+  }
+  std::optional<FleetMessage> message(std::move(messages_.front()));
+  messages_.pop_front();
+  return message;
+}
+
+}  // namespace shardpull

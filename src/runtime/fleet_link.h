@@ -1,0 +1,76 @@
+// What Trainer and Worker have in common: identity, the event queue between control threads and the progress thread, and
+// messages between the programs on top.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/identity.h"
+#include "base/mutex.h"
+#include "control/control.h"
+#include "runtime/progress_thread.h"
+#include "shardpull/fleet.h"
+
+namespace shardpull {
+
+// Checks the fields every process gives; the error names field, value and range.
+Status validate(const FleetOptions& options);
+ControlOptions control_options(const FleetOptions& options, const Member& self, Incarnation incarnation);
+// "worker 3" or "trainer 1".
+Result<Member> member_from_string(const std::string& text);
+
+// How often machines are ticked: often enough for the stall watchdog's period, min(5 s, a tenth of its limit).
+std::int64_t tick_ns(const FleetOptions& options);
+
+// Turns control callbacks into tasks of the progress thread. Callbacks before open() are kept: a handler may send, and the
+// link exists only once its factory has returned.
+class ControlRelay final : public ControlSink {
+ public:
+  // What the owner does with each event, on the progress thread.
+  struct Handlers {
+    std::function<void(const Member&, Incarnation, ControlBody)> message;
+    std::function<void(const Member&, Incarnation)> up;
+    std::function<void(const Member&, const Status&)> lost;
+  };
+  ControlRelay(ProgressThread& progress, Handlers handlers) : progress_(progress), handlers_(std::move(handlers)) {}
+
+  void open();
+
+  void on_control(const Member& from, Incarnation incarnation, ControlBody body) override;
+  void on_member_up(const Member& member, Incarnation incarnation) override;
+  void on_member_lost(const Member& member, Incarnation incarnation, const Status& why) override;
+
+ private:
+  void post(ProgressThread::Task task);
+
+  ProgressThread& progress_;
+  const Handlers handlers_;
+  Mutex mutex_;
+  bool open_ SHARDPULL_GUARDED_BY(mutex_) = false;
+  std::vector<ProgressThread::Task> early_ SHARDPULL_GUARDED_BY(mutex_);
+};
+
+// Messages of the programs on top, from the progress thread to a caller.
+class MessageQueue {
+ public:
+  void push(FleetMessage message);
+  // From now on pop() reports `why` once the queue is empty. The first reason is kept.
+  void close(const Status& why);
+  Result<std::optional<FleetMessage>> pop(std::uint64_t timeout_ms);
+
+ private:
+  Mutex mutex_;
+  CondVar wake_;
+  std::deque<FleetMessage> messages_ SHARDPULL_GUARDED_BY(mutex_);
+  std::optional<Status> closed_ SHARDPULL_GUARDED_BY(mutex_);
+};
+
+inline constexpr std::size_t kMaxUserMessageBytes = 1u << 20;
+
+}  // namespace shardpull

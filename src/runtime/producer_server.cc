@@ -1,0 +1,352 @@
+#include "runtime/producer_server.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "base/units.h"
+
+namespace shardpull {
+namespace {
+
+using PieceId = std::pair<std::uint32_t, std::uint32_t>;
+
+bool is_contiguous(const PublishedView& view) { return view.location.stride.empty(); }
+
+}  // namespace
+
+ProducerServer::ProducerServer(ProgressThread& progress, std::uint32_t rank, FleetToken token, Incarnation incarnation,
+                               ProducerHooks hooks)
+    : progress_(progress), rank_(rank), token_(token), incarnation_(incarnation), hooks_(std::move(hooks)), packs_(1) {}
+
+ProducerServer::~ProducerServer() = default;
+
+void ProducerServer::stop() { packs_.stop(); }
+
+void ProducerServer::add_memory(std::shared_ptr<ExportedMemory> memory) {
+  for (const auto& [id, endpoint] : endpoints_) {
+    if (endpoint.consumer) progress_.transport().grant(id, memory).ignore();  // a broken endpoint reports on_closed
+  }
+  memory_.push_back(std::move(memory));
+}
+
+void ProducerServer::start(std::shared_ptr<const InitTables> tables, std::int64_t stall_timeout_ns,
+                           bool fail_on_consumer_loss) {
+  tables_ = std::move(tables);
+  machine_ = std::make_unique<ProducerMachine>(ProducerConfig{.rank = rank_,
+                                                              .tables = tables_,
+                                                              .stall_timeout_ns = stall_timeout_ns,
+                                                              .fail_on_consumer_loss = fail_on_consumer_loss});
+}
+
+// ---- events -----------------------------------------------------------------------------------------------------------
+
+template <typename Event>
+void ProducerServer::drive(Event event) {
+  if (machine_ == nullptr) return;
+  ProducerActions actions;
+  event(progress_.clock().now_ns(), actions);
+  perform(actions);
+}
+
+Status ProducerServer::begin_sync(std::uint64_t sync_id, std::uint64_t version, const std::vector<std::uint32_t>& live,
+                                  const std::vector<std::uint32_t>& groups) {
+  Status status;
+  data_.clear();
+  names_of_group_.clear();
+  drive([&](std::int64_t now, ProducerActions& out) { status = machine_->begin_sync(now, sync_id, version, live, groups, out); });
+  return status;
+}
+
+Status ProducerServer::publish_group(std::uint32_t group, std::vector<ServedTensor> tensors) {
+  std::vector<PublishedView> views;
+  std::vector<PieceId>& names = names_of_group_[group];
+  for (ServedTensor& tensor : tensors) {
+    const PieceId id(tensor.view.name, tensor.view.piece);
+    data_[id] = tensor.data;
+    names.push_back(id);
+    views.push_back(std::move(tensor.view));
+  }
+  Status status;
+  drive([&](std::int64_t now, ProducerActions& out) { status = machine_->publish_group(now, group, std::move(views), out); });
+  return status;
+}
+
+Status ProducerServer::end_sync() {
+  Status status;
+  drive([&](std::int64_t now, ProducerActions& out) { status = machine_->end_sync(now, out); });
+  return status;
+}
+
+void ProducerServer::fail(std::uint64_t sync_id, const Status& why) {
+  drive([&](std::int64_t, ProducerActions& out) { machine_->fail(sync_id, why, out); });
+}
+
+void ProducerServer::reserve(std::uint32_t consumer, Incarnation incarnation, std::uint64_t slot_bytes,
+                             std::uint32_t ring_depth, std::uint32_t num_consumers, std::uint32_t workers_per_replica,
+                             const Digest128& digest, const std::vector<std::byte>& encoded) {
+  if (machine_ == nullptr) {
+    hooks_.reserve_reply(consumer, Status(StatusCode::kFailedPrecondition,
+                                          fmt::format("trainer {} has not finished trainer_init", rank_),
+                                          {.reason = Reason::kWrongState, .retryable = true}));
+    return;
+  }
+  auto pulls = decode_pulls(encoded.data(), encoded.size());
+  Status status = pulls.status();
+  if (status.ok()) status = check_pulls(*pulls, *tables_, rank_);
+  if (!status.ok()) {
+    hooks_.reserve_reply(consumer, status);
+    return;
+  }
+  programs_.clear();  // compiled again at the next pack; descriptions of a replaced worker do not pile up
+  drive([&](std::int64_t now, ProducerActions& out) {
+    machine_->reserve(now, consumer, incarnation, slot_bytes, ring_depth, num_consumers, workers_per_replica, digest,
+                      std::move(*pulls), out);
+  });
+}
+
+void ProducerServer::signal(std::uint32_t consumer, Incarnation incarnation, std::uint64_t sync_id,
+                            const std::vector<std::uint32_t>& groups) {
+  drive([&](std::int64_t now, ProducerActions& out) { machine_->signal(now, incarnation, sync_id, consumer, groups, out); });
+}
+
+void ProducerServer::consumer_up(std::uint32_t consumer, Incarnation incarnation) {
+  drive([&](std::int64_t now, ProducerActions& out) { machine_->consumer_up(now, consumer, incarnation, out); });
+}
+
+void ProducerServer::consumer_lost(std::uint32_t consumer, const Status& why) {
+  drive([&](std::int64_t now, ProducerActions& out) { machine_->consumer_lost(now, consumer, why, out); });
+}
+
+void ProducerServer::tick() {
+  drive([&](std::int64_t now, ProducerActions& out) { machine_->tick(now, out); });
+}
+
+void ProducerServer::shutdown() {
+  drive([&](std::int64_t, ProducerActions& out) { machine_->shutdown(out); });
+}
+
+// ---- from the transport -----------------------------------------------------------------------------------------------
+
+void ProducerServer::on_accepted(EndpointId endpoint) { endpoints_[endpoint] = {}; }
+
+void ProducerServer::refuse(EndpointId endpoint, const Status& why) {
+  log_warn("closing a hot endpoint: {}", why.to_string());
+  endpoints_.erase(endpoint);
+  progress_.transport().close(endpoint);
+}
+
+void ProducerServer::on_message(EndpointId id, const HotHeader& header, const std::byte* payload) {
+  const auto found = endpoints_.find(id);
+  if (found == endpoints_.end()) return;
+  Endpoint& endpoint = found->second;
+  if (header.token != token_) {
+    refuse(id, Status(StatusCode::kUnauthenticated, fmt::format("worker {} has another fleet token", header.consumer),
+                      {.reason = Reason::kBadToken, .fault = Fault::kPeer}));
+    return;
+  }
+  if (header.type == HotType::kHello) {
+    endpoint = {header.consumer, header.incarnation};
+    for (const auto& memory : memory_) progress_.transport().grant(id, memory).ignore();
+    HotHeader answer;
+    answer.type = HotType::kHelloReply;
+    answer.token = token_;
+    answer.incarnation = incarnation_;
+    answer.consumer = header.consumer;
+    progress_.transport().send(id, answer, nullptr, 0).ignore();
+    return;
+  }
+  if (!endpoint.consumer || *endpoint.consumer != header.consumer || endpoint.incarnation != header.incarnation) {
+    refuse(id, Status(StatusCode::kUnauthenticated,
+                      fmt::format("a message of worker {} on an endpoint that did not say hello as it", header.consumer),
+                      {.reason = Reason::kBadToken, .fault = Fault::kPeer}));
+    return;
+  }
+  const std::uint32_t consumer = header.consumer;
+  if (header.type == HotType::kPull) {
+    const PullId pull{header.sync_id, consumer, header.target, header.run, header.attempt, header.seq};
+    drive([&](std::int64_t now, ProducerActions& out) { machine_->pull(now, header.incarnation, pull, out); });
+  } else if (header.type == HotType::kFree) {
+    auto entries = decode_free(payload, header.length);
+    if (!entries.ok()) {
+      refuse(id, entries.status());
+      return;
+    }
+    for (const FreeEntry& entry : *entries) signal(entry.consumer, header.incarnation, header.sync_id, entry.groups);
+  } else {
+    refuse(id, Status(StatusCode::kInvalidArgument,
+                      fmt::format("hot message type {} is not for a producer", static_cast<int>(header.type)),
+                      {.reason = Reason::kBadArgument, .fault = Fault::kPeer}));
+  }
+}
+
+void ProducerServer::on_closed(EndpointId endpoint, const Status&) {
+  // Whether the worker is lost is for the control channel to say; its pulls cannot be answered any more.
+  endpoints_.erase(endpoint);
+}
+
+// ---- actions ----------------------------------------------------------------------------------------------------------
+
+void ProducerServer::perform(ProducerActions& actions) {
+  for (ProducerAction& action : actions) std::visit([this](auto& each) { perform(each); }, action);
+}
+
+EndpointId ProducerServer::endpoint_of(std::uint32_t consumer, Incarnation incarnation) const {
+  for (const auto& [id, endpoint] : endpoints_) {
+    if (endpoint.consumer == consumer && endpoint.incarnation == incarnation) return id;
+  }
+  return 0;
+}
+
+void ProducerServer::perform(producer_action::AllocateRing& action) {
+  const std::uint32_t sharing_group = action.sharing_group;
+  const std::uint64_t bytes = action.slot_bytes * action.slots;
+  Status status;
+  if (bytes != 0) {
+    auto memory = progress_.transport().allocate(bytes, "serve ring");
+    if (memory.ok()) {
+      Ring& ring = rings_[sharing_group];
+      ring_bytes_ += bytes - (ring.memory ? ring.memory->ref().bytes : 0);
+      ring = {*memory, action.slot_bytes};
+      for (const auto& [id, endpoint] : endpoints_) {
+        if (endpoint.consumer && *endpoint.consumer % tables_->workers_per_replica == sharing_group) {
+          progress_.transport().grant(id, *memory).ignore();
+        }
+      }
+    } else {
+      status = Status(memory.status().code(),
+                      fmt::format("{}: a serve ring of {} slots of {}; a smaller max_chunk_bytes or ring_depth lowers it",
+                                  memory.status().message(), action.slots, format_bytes(action.slot_bytes)),
+                      memory.status().info());
+    }
+  }
+  progress_.post([this, sharing_group, status] {
+    drive([&](std::int64_t now, ProducerActions& out) { machine_->ring_allocated(now, sharing_group, status, out); });
+  });
+}
+
+void ProducerServer::perform(producer_action::ReserveReply& action) { hooks_.reserve_reply(action.consumer, action.status); }
+
+Result<ProducerServer::Programs> ProducerServer::programs_for(const std::shared_ptr<const PullDescription>& pull,
+                                                              const std::vector<PublishedView>& sources) const {
+  auto programs = std::make_shared<std::vector<CopyProgram>>();
+  for (const ChunkKey& key : pull->keys) {
+    const auto view = std::find_if(sources.begin(), sources.end(), [&](const PublishedView& each) {
+      return each.name == key.name && each.piece == key.piece;
+    });
+    if (view == sources.end()) {
+      return Status(StatusCode::kInternal, fmt::format("{} is not published", tables_->metadata[key.name].name));
+    }
+    std::int64_t numel = 1;
+    for (const std::int64_t size : view->shape) numel *= size;
+    const SourceLayout layout = is_contiguous(*view) ? SourceLayout::contiguous(view->dtype, numel)
+                                                     : SourceLayout{view->dtype, view->shape, view->location.stride};
+    const Region packed{0, {{key.slice.numel(), 1}}};
+    SHARDPULL_ASSIGN_OR_RETURN(CopyProgram program, compile_copy(key.slice, layout, key.wire_dtype, packed, key.wire_dtype));
+    programs->push_back(std::move(program));
+  }
+  return Programs(std::move(programs));
+}
+
+void ProducerServer::perform(producer_action::Pack& action) {
+  const std::uint64_t ticket = action.ticket;
+  const auto finish = [this, ticket](const Status& status) {
+    progress_.post([this, ticket, status] {
+      drive([&](std::int64_t now, ProducerActions& out) { machine_->pack_done(now, ticket, status, {}, out); });
+    });
+  };
+  const bool contiguous = std::all_of(action.sources.begin(), action.sources.end(), is_contiguous);
+  Programs programs;
+  if (const auto cached = programs_.find(action.pull.get()); cached != programs_.end() && contiguous) {
+    programs = cached->second.second;
+  } else {
+    auto compiled = programs_for(action.pull, action.sources);
+    if (!compiled.ok()) {
+      finish(compiled.status());
+      return;
+    }
+    programs = *compiled;
+    if (contiguous) programs_[action.pull.get()] = {action.pull, programs};
+  }
+  std::vector<const std::byte*> data;
+  for (const ChunkKey& key : action.pull->keys) {
+    const auto found = data_.find({key.name, key.piece});
+    if (found == data_.end()) {
+      finish(Status(StatusCode::kInternal, fmt::format("{} is not published", tables_->metadata[key.name].name)));
+      return;
+    }
+    data.push_back(found->second);
+  }
+  const Ring& ring = rings_.at(action.sharing_group);
+  std::byte* const slot = ring.memory->ref().address + action.slot * ring.slot_bytes;
+  // `ring.memory` is held until the pack has ended: a ring that grows meanwhile is another one.
+  packs_.post([pull = action.pull, programs, data = std::move(data), slot, memory = ring.memory, finish] {
+    for (std::size_t i = 0; i < pull->keys.size(); ++i) run((*programs)[i], data[i], slot + pull->keys[i].offset);
+    finish(Status());
+  });
+}
+
+void ProducerServer::reply(HotType type, Incarnation to, const PullId& pull, const std::vector<std::byte>& payload) {
+  HotHeader header;
+  header.type = type;
+  header.token = token_;
+  header.incarnation = incarnation_;
+  header.sync_id = pull.sync_id;
+  header.consumer = pull.consumer;
+  header.target = pull.chunk;
+  header.run = pull.run;
+  header.attempt = pull.attempt;
+  header.seq = pull.seq;
+  const EndpointId endpoint = endpoint_of(pull.consumer, to);
+  if (endpoint == 0) return;  // it is gone; the control channel reports it
+  progress_.transport().send(endpoint, header, payload.data(), payload.size()).ignore();
+}
+
+void ProducerServer::perform(producer_action::ReadyReply& action) {
+  ReadyPayload payload;
+  payload.sums = action.ready.sums;
+  if (action.ready.path == Path::kPacked) {
+    const Ring& ring = rings_.at(action.ready.sharing_group);
+    const MemoryRef& ref = ring.memory->ref();
+    payload.entries.push_back(
+        {RemoteRef{ref.region, ref.generation, action.ready.slot * ring.slot_bytes, action.ready.bytes}, {}});
+  } else {
+    for (const Location& entry : action.ready.entries) payload.entries.push_back({entry.where, entry.stride});
+  }
+  reply(HotType::kReady, action.incarnation, action.pull, encode(payload));
+}
+
+void ProducerServer::perform(producer_action::FailReply& action) { reply(HotType::kFail, action.incarnation, action.pull, encode(action.status)); }
+
+void ProducerServer::perform(producer_action::SignalAck& action) {
+  const EndpointId endpoint = endpoint_of(action.consumer, action.incarnation);
+  if (endpoint == 0) {
+    hooks_.ack_by_control(action.consumer, action.sync_id, action.groups);
+    return;
+  }
+  HotHeader header;
+  header.type = HotType::kFreeAck;
+  header.token = token_;
+  header.incarnation = incarnation_;
+  header.sync_id = action.sync_id;
+  header.consumer = action.consumer;
+  const std::vector<std::byte> payload = encode(std::vector<FreeEntry>{{action.consumer, action.groups}});
+  progress_.transport().send(endpoint, header, payload.data(), payload.size()).ignore();
+}
+
+void ProducerServer::perform(producer_action::GroupFreed& action) {
+  for (const PieceId& id : names_of_group_[action.group]) data_.erase(id);
+  names_of_group_.erase(action.group);
+  hooks_.group_freed(action.group);
+}
+
+void ProducerServer::perform(producer_action::SyncEnded&) { hooks_.sync_ended(); }
+
+void ProducerServer::perform(producer_action::SyncFailed& action) { hooks_.sync_failed(action.sync_id, action.status); }
+
+void ProducerServer::perform(producer_action::SyncQuiet&) { hooks_.sync_quiet(); }
+
+}  // namespace shardpull

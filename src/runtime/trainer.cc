@@ -1,0 +1,1065 @@
+// Trainer: one rank. Its progress thread runs three machines: ProducerMachine (in ProducerServer), TrainerMachine (the gather
+// loop's credit), and on rank 0 SenderMachine (the fleet's sync). The caller's thread of send_weights asks the source, packs
+// small tensors and waits.
+//
+//   init:          TrainerJoin -> TrainerTable (a collective), then on the sender InitRequest -> InitPayload -> InitDone per worker
+//   send_weights:  SyncOpen -> begin -> [AskSource -> publish]* -> AskEnd -> end_sync -> RankEnded -> SyncClosed
+#include "shardpull/trainer.h"
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <map>
+#include <set>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "base/encoder.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "control/grpc/grpc_control.h"
+#include "plan/plan.h"
+#include "protocol/trainer_machine.h"
+#include "runtime/export_buffers.h"
+#include "runtime/fleet_link.h"
+#include "runtime/producer_server.h"
+#include "runtime/progress_thread.h"
+#include "transport/shm/shm_transport.h"
+
+namespace shardpull {
+namespace {
+
+Status bad_option(std::string_view field, std::string_view rule, std::uint64_t value) {
+  return Status(StatusCode::kInvalidArgument, fmt::format("{} {} (it is {})", field, rule, value),
+                {.reason = Reason::kBadArgument});
+}
+
+Status check_options(const TrainerOptions& options) {
+  SHARDPULL_RETURN_IF_ERROR(validate(options.fleet));
+  if (options.world_size == 0) return bad_option("world_size", "must be >= 1", 0);
+  if (options.rank >= options.world_size) {
+    return bad_option("rank", fmt::format("must be below world_size {}", options.world_size), options.rank);
+  }
+  if (options.num_consumers == 0) return bad_option("num_consumers", "must be >= 1", 0);
+  if (options.num_replicas == 0 || options.num_consumers % options.num_replicas != 0) {
+    return bad_option("num_replicas", fmt::format("must divide num_consumers {}", options.num_consumers),
+                      options.num_replicas);
+  }
+  if (options.ring_depth == 0) return bad_option("ring_depth", "must be >= 1", 0);
+  const std::uint32_t workers = options.num_consumers / options.num_replicas;
+  if (options.workers_per_replica != 0 && options.workers_per_replica != workers &&
+      options.workers_per_replica != options.num_consumers) {
+    return bad_option("workers_per_replica",
+                      fmt::format("must be 0, {} (num_consumers / num_replicas) or {} (no slot sharing)", workers,
+                                  options.num_consumers),
+                      options.workers_per_replica);
+  }
+  return {};
+}
+
+// The settings every rank must share; compared byte for byte in the collective, described for the error message.
+std::string shared_settings(const TrainerOptions& options) {
+  return fmt::format(
+      "world_size={} num_consumers={} num_replicas={} workers_per_replica={} ring_depth={} lookahead={} presize={} "
+      "export_pack_limit={} on_consumer_loss={}",
+      options.world_size, options.num_consumers, options.num_replicas, options.workers_per_replica, options.ring_depth,
+      options.lookahead, options.presize_bytes, options.export_pack_limit_bytes,
+      options.on_consumer_loss == OnConsumerLoss::kFail ? "fail" : "continue");
+}
+
+std::vector<std::byte> to_bytes(const std::string& text) {
+  const auto* data = reinterpret_cast<const std::byte*>(text.data());
+  return {data, data + text.size()};
+}
+
+std::string to_text(const std::vector<std::byte>& bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+std::uint64_t align_up(std::uint64_t bytes) { return (bytes + kLayoutAlignment - 1) / kLayoutAlignment * kLayoutAlignment; }
+
+// Row-major strides of `shape`.
+std::vector<std::int64_t> row_major(const std::vector<std::int64_t>& shape) {
+  std::vector<std::int64_t> stride(shape.size(), 1);
+  for (std::size_t d = shape.size(); d-- > 1;) stride[d - 1] = stride[d] * shape[d];
+  return stride;
+}
+
+bool is_row_major(const TensorView& view) {
+  if (view.stride.size() != view.shape.size()) return false;
+  const std::vector<std::int64_t> expected = row_major(view.shape);
+  for (std::size_t d = 0; d < view.shape.size(); ++d) {
+    if (view.shape[d] == 0) return true;
+    if (view.shape[d] != 1 && view.stride[d] != expected[d]) return false;
+  }
+  return true;
+}
+
+Status lost(const Member& member, const Status& why) {
+  return Status(StatusCode::kUnavailable, fmt::format("{} is lost: {}", to_string(member), why.message()),
+                {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = to_string(member)});
+}
+
+}  // namespace
+
+std::vector<std::uint32_t> WeightSource::held_names() const {
+  std::vector<std::uint32_t> all(metadata().size());
+  for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::uint32_t>(i);
+  return all;
+}
+
+struct Trainer::Impl final : TransportSink {
+  explicit Impl(const TrainerOptions& given) : options(given), sender(given.rank == 0) {}
+
+  // ---- on the caller's thread -----------------------------------------------------------------------------------------
+  Status start();
+  Status describe(WeightSource& source);
+  Status join(WeightSource& source);
+  Status wait_for_workers();
+  Result<SyncReport> send_weights(std::uint64_t version);
+  Status wait_for_open(std::uint64_t version, SyncOpen& open);
+  Status gather_loop(const SyncOpen& open);
+  Status take_group(GroupStream& stream, std::uint32_t group);
+  Status check_group(const GroupTensors& tensors, std::uint32_t group) const;
+  Result<std::vector<ServedTensor>> place(const GroupTensors& tensors, std::uint32_t group);
+  Status expect_end(GroupStream& stream);
+  void release(GroupStream* stream, std::uint32_t group);
+  void stop(const std::string& reason);
+  // Waits on `wake` until `ready` (called with `mutex` held), the fleet's end, or `timeout_ms`; the error names `what`.
+  Status wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms, const std::function<std::string()>& what);
+  // Runs `event` on the progress thread and waits for it.
+  void on_progress(const std::function<void()>& event);
+
+  // ---- on the progress thread -----------------------------------------------------------------------------------------
+  void on_control(const Member& from, Incarnation from_incarnation, ControlBody body);
+  void on_lost(const Member& member, const Status& why);
+  void on_tick();
+  void collect_join(std::uint32_t rank, TrainerJoin join);
+  void answer_joins(const Status& status);
+  Result<InitTables> resolve();
+  void answer_init_request(std::uint32_t consumer, const InitRequest& request);
+  void worker_done(std::uint32_t consumer, const InitDone& done);
+  void end(const Status& why);
+  void send(const Member& to, ControlBody body) { control->send(to, std::move(body)).ignore(); }
+  template <typename Event>
+  void drive_trainer(Event event);
+  template <typename Event>
+  void drive_sender(Event event);
+  void perform(const SenderAction& action);
+
+  void on_accepted(EndpointId endpoint) override { server->on_accepted(endpoint); }
+  void on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) override {
+    server->on_message(endpoint, header, payload);
+  }
+  void on_closed(EndpointId endpoint, const Status& why) override { server->on_closed(endpoint, why); }
+  void on_read_done(ReadToken, const Status&) override {}  // a trainer reads nothing
+
+  const TrainerOptions options;
+  const bool sender;
+  const Incarnation incarnation = random_nonzero_u64();
+  const Clock& clock = SystemClock::instance();
+  std::unique_ptr<ProgressThread> progress;
+  std::unique_ptr<ProducerServer> server;
+  std::unique_ptr<ControlRelay> relay;
+  std::unique_ptr<Control> control;
+  std::string hot_address;
+  MessageQueue messages;
+  ExportBuffers exports;                 // the caller's thread
+  std::atomic<std::uint64_t> ring_bytes{0};
+
+  // Set by describe(), constant afterwards.
+  WeightSource* source = nullptr;
+  std::vector<TensorMeta> metadata;
+  std::vector<GatherGroup> groups;
+  std::vector<bool> held;                      // by name
+  std::vector<std::uint32_t> owned_groups;     // ascending
+  std::vector<std::vector<std::uint32_t>> held_in_group;
+  Holding holding;
+
+  // Confined to the progress thread.
+  std::map<std::uint32_t, TrainerJoin> joins;
+  bool joins_answered = false;
+  std::map<std::uint32_t, InitRequest> early_requests;        // sender: before the tables exist
+  std::set<std::uint32_t> ready_workers;                      // sender: InitDone OK and not lost since
+  std::unique_ptr<TrainerMachine> trainer;
+  std::unique_ptr<SenderMachine> sync;                        // sender
+  std::uint64_t last_sync_id = 0;                             // sender
+  SyncReport report;                                          // of the running sync
+  std::vector<std::uint32_t> live;                            // sender: of the running sync
+  std::uint64_t running_sync = 0;                             // on this rank; 0 = none
+  bool failed = false;                                        // the running sync has failed on this rank
+
+  mutable Mutex mutex;
+  CondVar wake;
+  std::shared_ptr<const InitTables> tables SHARDPULL_GUARDED_BY(mutex);
+  std::set<std::uint32_t> joined_ranks SHARDPULL_GUARDED_BY(mutex);  // sender
+  std::optional<Status> table_status SHARDPULL_GUARDED_BY(mutex);
+  std::map<std::uint32_t, InitDone> workers_done SHARDPULL_GUARDED_BY(mutex);
+  std::optional<Status> init_failure SHARDPULL_GUARDED_BY(mutex);  // sender: a member lost before init was over
+  std::optional<SyncOpen> opened SHARDPULL_GUARDED_BY(mutex);      // not yet taken by send_weights
+  std::deque<TrainerAction> work SHARDPULL_GUARDED_BY(mutex);      // for the caller of send_weights
+  std::optional<SyncClosed> closed SHARDPULL_GUARDED_BY(mutex);
+  std::optional<Status> ended SHARDPULL_GUARDED_BY(mutex);         // the fleet is over, OK or not
+
+  // The caller's thread, during send_weights.
+  std::map<std::uint32_t, std::uint64_t> resident;  // group -> bytes
+  std::uint64_t resident_bytes = 0, peak_resident_bytes = 0, export_ns = 0, export_bytes = 0;
+  std::vector<std::shared_ptr<ExportedMemory>> allocations SHARDPULL_GUARDED_BY(mutex);
+  bool initialised = false, stopped = false;
+};
+
+// ---- starting -----------------------------------------------------------------------------------------------------------
+
+Status Trainer::Impl::start() {
+  SHARDPULL_RETURN_IF_ERROR(check_options(options));
+  const Member self{Role::kTrainer, options.rank};
+  SHARDPULL_ASSIGN_OR_RETURN(std::unique_ptr<Transport> transport,
+                             make_shm_transport({.directory = options.fleet.directory,
+                                                 .token = options.fleet.token,
+                                                 .incarnation = incarnation,
+                                                 .self_name = fmt::format("trainer-{}", options.rank)}));
+  SHARDPULL_ASSIGN_OR_RETURN(hot_address, transport->listen());
+  progress = std::make_unique<ProgressThread>(std::move(transport), *this, [this] { on_tick(); }, tick_ns(options.fleet), clock);
+
+  ProducerHooks hooks;
+  hooks.reserve_reply = [this](std::uint32_t consumer, const Status& status) {
+    ring_bytes = server->ring_bytes();
+    send({Role::kWorker, consumer}, ReserveReply{status});
+  };
+  hooks.ack_by_control = [this](std::uint32_t consumer, std::uint64_t sync_id, const std::vector<std::uint32_t>& freed) {
+    send({Role::kWorker, consumer}, FreeAck{sync_id, freed});
+  };
+  hooks.group_freed = [this](std::uint32_t group) {
+    drive_trainer([&](TrainerActions& out) { trainer->group_freed(group, out); });
+  };
+  hooks.sync_ended = [this] { drive_trainer([&](TrainerActions& out) { trainer->producer_ended(out); }); };
+  hooks.sync_failed = [this](std::uint64_t sync_id, const Status& why) {
+    failed = true;
+    send(kSender, SyncFailed{sync_id, why});
+    drive_trainer([&](TrainerActions& out) { trainer->fail(why, out); });
+  };
+  hooks.sync_quiet = [this] { drive_trainer([&](TrainerActions& out) { trainer->producer_quiet(out); }); };
+  server = std::make_unique<ProducerServer>(*progress, options.rank, options.fleet.token, incarnation, std::move(hooks));
+  trainer = std::make_unique<TrainerMachine>(options.lookahead);
+  if (sender) {
+    const std::uint32_t per_replica = options.num_consumers / options.num_replicas;
+    sync = std::make_unique<SenderMachine>(
+        SenderConfig{.world_size = options.world_size,
+                     .num_consumers = options.num_consumers,
+                     .workers_per_replica = per_replica,
+                     .fail_on_consumer_loss = options.on_consumer_loss == OnConsumerLoss::kFail,
+                     .step_timeout_ns = static_cast<std::int64_t>(options.fleet.stall_timeout_ms) * kNanosPerMilli});
+  }
+  relay = std::make_unique<ControlRelay>(
+      *progress,
+      ControlRelay::Handlers{
+          .message = [this](const Member& from, Incarnation from_incarnation, ControlBody body) {
+            on_control(from, from_incarnation, std::move(body));
+          },
+          .up = [this](const Member& member, Incarnation from_incarnation) {
+            if (member.role == Role::kWorker) server->consumer_up(member.id, from_incarnation);
+          },
+          .lost = [this](const Member& member, const Status& why) { on_lost(member, why); }});
+  progress->start();
+  if (sender) {
+    SHARDPULL_ASSIGN_OR_RETURN(control, start_grpc_hub(control_options(options.fleet, self, incarnation), *relay));
+    relay->open();
+  }
+  return {};
+}
+
+Status Trainer::Impl::describe(WeightSource& given) {
+  source = &given;
+  metadata = given.metadata();
+  SHARDPULL_ASSIGN_OR_RETURN(groups, form_groups(metadata));
+  held.assign(metadata.size(), false);
+  holding = {};
+  holding.rank = options.rank;
+  holding.digest = metadata_digest(metadata);
+  holding.whole.assign((metadata.size() + 7) / 8, 0);
+  holding.mappable = given.in_engine_memory();
+  for (const std::uint32_t name : given.held_names()) {
+    if (name >= metadata.size()) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("trainer {} holds name {}, the model has {} names", options.rank, name, metadata.size()),
+                    {.reason = Reason::kMetadataMismatch});
+    }
+    held[name] = true;
+    holding.whole[name / 8] |= static_cast<std::uint8_t>(1u << (name % 8));
+  }
+  held_in_group.resize(groups.size());
+  std::uint64_t largest_small = 0;
+  for (std::uint32_t g = 0; g < groups.size(); ++g) {
+    std::uint64_t small = 0;
+    for (std::uint32_t name = groups[g].first; name < groups[g].first + groups[g].count; ++name) {
+      if (!held[name]) continue;
+      held_in_group[g].push_back(name);
+      std::int64_t numel = 1;
+      for (const std::int64_t size : metadata[name].shape) numel *= size;
+      SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t bytes, bytes_of(metadata[name].dtype, numel));
+      if (bytes <= options.export_pack_limit_bytes) small += align_up(bytes);
+    }
+    if (!held_in_group[g].empty()) owned_groups.push_back(g);
+    largest_small = std::max(largest_small, small);
+  }
+  // Registered once, here, while nothing moves.
+  SHARDPULL_RETURN_IF_ERROR(exports.allocate(
+      progress->transport(),
+      static_cast<std::uint32_t>(std::min<std::uint64_t>(std::uint64_t{options.lookahead} + 1, owned_groups.size())),
+      options.export_pack_limit_bytes == 0 ? 0 : largest_small));
+  progress->run([this] {
+    for (const auto& buffer : exports.buffers()) server->add_memory(buffer);
+  });
+  return {};
+}
+
+Status Trainer::Impl::wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms,
+                               const std::function<std::string()>& what) {
+  const std::int64_t deadline = clock.now_ns() + static_cast<std::int64_t>(timeout_ms) * kNanosPerMilli;
+  MutexLock lock(mutex);
+  while (!ready()) {
+    if (ended) {
+      if (!ended->ok()) return *ended;
+      return Status(StatusCode::kUnavailable, fmt::format("the fleet ended while trainer {} waited for {}", options.rank, what()),
+                    {.reason = Reason::kShutdown, .fault = Fault::kPeer});
+    }
+    const std::int64_t left = deadline - clock.now_ns();
+    if (left <= 0) {
+      return Status(StatusCode::kDeadlineExceeded,
+                    fmt::format("trainer {} waited {} ms for {}", options.rank, timeout_ms, what()),
+                    {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
+    }
+    wake.wait_for_ns(mutex, left);
+  }
+  return {};
+}
+
+Status Trainer::Impl::join(WeightSource& given) {
+  SHARDPULL_RETURN_IF_ERROR(describe(given));
+  if (!sender) {
+    // The link comes up only now: a rank the fleet knows of has described itself.
+    SHARDPULL_ASSIGN_OR_RETURN(
+        control, connect_grpc_control(control_options(options.fleet, {Role::kTrainer, options.rank}, incarnation), *relay));
+    relay->open();
+  }
+  TrainerJoin message;
+  message.world_size = options.world_size;
+  message.holding = encode_holding(holding);
+  message.producer_address = hot_address;
+  message.settings = to_bytes(shared_settings(options));
+  send(kSender, std::move(message));
+  SHARDPULL_RETURN_IF_ERROR(wait_for(
+      [this]() SHARDPULL_REQUIRES(mutex) { return table_status.has_value() || init_failure.has_value(); }, options.fleet.connect_timeout_ms, [this]() SHARDPULL_REQUIRES(mutex) {
+        if (!sender) return std::string("the table of trainers from trainer 0");
+        std::string missing;
+        for (std::uint32_t rank = 0; rank < options.world_size; ++rank) {
+          if (joined_ranks.count(rank) == 0) missing += fmt::format("{}trainer {}", missing.empty() ? "" : ", ", rank);
+        }
+        return fmt::format("{} to join", missing);
+      }));
+  MutexLock lock(mutex);
+  if (init_failure) return *init_failure;
+  return *table_status;
+}
+
+Status Trainer::Impl::wait_for_workers() {
+  const auto first_error = [this]() SHARDPULL_REQUIRES(mutex) -> Status {
+    for (const auto& [consumer, done] : workers_done) {
+      if (!done.status.ok()) return done.status.with_context(fmt::format("worker {}", consumer));
+    }
+    return {};
+  };
+  SHARDPULL_RETURN_IF_ERROR(wait_for(
+      [&]() SHARDPULL_REQUIRES(mutex) { return init_failure.has_value() || workers_done.size() == options.num_consumers || !first_error().ok(); },
+      options.fleet.connect_timeout_ms, [this]() SHARDPULL_REQUIRES(mutex) {
+        std::string missing;
+        for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker) {
+          if (workers_done.count(worker) == 0) missing += fmt::format("{}worker {}", missing.empty() ? "" : ", ", worker);
+        }
+        return fmt::format("{} to finish its init", missing);
+      }));
+  MutexLock lock(mutex);
+  SHARDPULL_RETURN_IF_ERROR(first_error());
+  if (init_failure) return *init_failure;
+  return {};
+}
+
+// ---- the collective, on the sender's progress thread ----------------------------------------------------------------------
+
+void Trainer::Impl::collect_join(std::uint32_t rank, TrainerJoin message) {
+  if (joins_answered || rank >= options.world_size) {
+    send({Role::kTrainer, rank},
+         TrainerTable{Status(StatusCode::kFailedPrecondition,
+                             joins_answered ? "the collective of trainer_init is over: trainers do not rejoin"
+                                            : fmt::format("rank {} is out of range: world_size is {}", rank, options.world_size),
+                             {.reason = Reason::kWrongState}),
+                      {}});
+    return;
+  }
+  joins[rank] = std::move(message);
+  {
+    MutexLock lock(mutex);
+    joined_ranks.insert(rank);
+  }
+  if (joins.size() < options.world_size) return;
+  auto resolved = resolve();
+  if (!resolved.ok()) {
+    answer_joins(resolved.status());
+    return;
+  }
+  {
+    MutexLock lock(mutex);
+    tables = std::make_shared<const InitTables>(std::move(resolved).value());
+  }
+  answer_joins(Status());
+  const std::map<std::uint32_t, InitRequest> waiting = std::move(early_requests);
+  early_requests.clear();
+  for (const auto& [consumer, request] : waiting) answer_init_request(consumer, request);
+}
+
+Result<InitTables> Trainer::Impl::resolve() {
+  const std::string mine = shared_settings(options);
+  InitTables resolved;
+  std::vector<Holding> holdings;
+  for (const auto& [rank, message] : joins) {
+    const std::string theirs = to_text(message.settings);
+    if (theirs != mine) {
+      return Status(StatusCode::kFailedPrecondition,
+                    fmt::format("trainer {} has other settings than trainer 0: [{}] against [{}]", rank, theirs, mine),
+                    {.reason = Reason::kSettingMismatch});
+    }
+    auto decoded = decode_holding(message.holding.data(), message.holding.size());
+    if (!decoded.ok()) return decoded.status().with_context(fmt::format("what trainer {} holds", rank));
+    resolved.producers.push_back(message.producer_address);
+    resolved.producer_mappable.push_back(decoded->mappable ? 1 : 0);
+    holdings.push_back(std::move(*decoded));
+  }
+  SHARDPULL_ASSIGN_OR_RETURN(resolved.ownership, resolve_ownership(metadata, holdings));
+  resolved.metadata = metadata;
+  for (const GatherGroup& group : groups) resolved.group_lens.push_back(group.count);
+  resolved.num_consumers = options.num_consumers;
+  resolved.num_replicas = options.num_replicas;
+  resolved.workers_per_replica =
+      options.workers_per_replica != 0 ? options.workers_per_replica : options.num_consumers / options.num_replicas;
+  resolved.ring_depth = options.ring_depth;
+  resolved.presize = options.presize_bytes;
+  resolved.export_pack_limit = options.export_pack_limit_bytes;
+  SHARDPULL_RETURN_IF_ERROR(shardpull::validate(resolved));
+  return resolved;
+}
+
+void Trainer::Impl::answer_joins(const Status& status) {
+  joins_answered = true;
+  TrainerTable answer{status, {}};
+  if (status.ok()) {
+    MutexLock lock(mutex);
+    answer.tables = encode_tables(*tables);
+  }
+  for (const auto& [rank, message] : joins) send({Role::kTrainer, rank}, answer);
+  for (const auto& [consumer, request] : early_requests) {
+    if (!status.ok()) send({Role::kWorker, consumer}, InitPayload{status, {}});
+  }
+}
+
+void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitRequest& request) {
+  std::shared_ptr<const InitTables> current;
+  {
+    MutexLock lock(mutex);
+    current = tables;
+  }
+  if (current == nullptr) {
+    if (joins_answered) {
+      send({Role::kWorker, consumer}, InitPayload{Status(StatusCode::kFailedPrecondition, "trainer_init failed"), {}});
+    } else {
+      early_requests[consumer] = request;
+    }
+    return;
+  }
+  Status status;
+  if (consumer >= current->num_consumers) {
+    status = Status(StatusCode::kInvalidArgument,
+                    fmt::format("worker {} is out of range: the fleet has {} workers, numbered from 0", consumer,
+                                current->num_consumers),
+                    {.reason = Reason::kSettingMismatch});
+  } else if (request.ring_depth != 0 && request.ring_depth != current->ring_depth) {
+    status = Status(StatusCode::kFailedPrecondition,
+                    fmt::format("ring_depth differs: worker {} has {}, the trainers have {}", consumer, request.ring_depth,
+                                current->ring_depth),
+                    {.reason = Reason::kSettingMismatch});
+  }
+  send({Role::kWorker, consumer}, InitPayload{status, status.ok() ? encode_tables(*current) : std::vector<std::byte>{}});
+}
+
+void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
+  if (done.status.ok()) ready_workers.insert(consumer);
+  MutexLock lock(mutex);
+  workers_done[consumer] = done;
+  wake.notify_all();
+}
+
+// ---- control events -------------------------------------------------------------------------------------------------------
+
+void Trainer::Impl::end(const Status& why) {
+  messages.close(why);
+  MutexLock lock(mutex);
+  if (!ended) ended = why;
+  wake.notify_all();
+}
+
+void Trainer::Impl::on_lost(const Member& member, const Status& why) {
+  const Status named = lost(member, why);
+  if (member.role == Role::kWorker) {
+    server->consumer_lost(member.id, named);
+    ready_workers.erase(member.id);
+    if (sync) drive_sender([&](std::int64_t now, SenderActions& out) { sync->consumer_lost(now, member.id, named, out); });
+  } else {
+    if (sync) drive_sender([&](std::int64_t now, SenderActions& out) { sync->rank_lost(now, member.id, named, out); });
+    if (running_sync != 0) server->fail(running_sync, named);
+  }
+  if (member == kSender) end(named);
+  if (!sender) return;
+  MutexLock lock(mutex);
+  // A worker that failed its init has told us why; that it is gone then is no news.
+  const auto done = workers_done.find(member.id);
+  const bool explained = member.role == Role::kWorker && done != workers_done.end() && !done->second.status.ok();
+  if (!init_failure && !explained) init_failure = named;
+  wake.notify_all();
+}
+
+void Trainer::Impl::on_tick() {
+  server->tick();
+  if (sync) drive_sender([&](std::int64_t now, SenderActions& out) { sync->tick(now, out); });
+}
+
+void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation, ControlBody body) {
+  const std::int64_t now = clock.now_ns();
+  const bool from_trainer = from.role == Role::kTrainer;
+  if (auto* message = std::get_if<UserMessage>(&body)) {
+    messages.push({to_string(from), std::move(message->topic), std::move(message->body)});
+  } else if (auto* message = std::get_if<Reserve>(&body); message && !from_trainer) {
+    server->reserve(from.id, from_incarnation, message->slot_bytes, message->ring_depth, message->num_consumers,
+                    message->workers_per_replica, {message->digest_low, message->digest_high}, message->pulls);
+  } else if (auto* message = std::get_if<FreeGroups>(&body); message && !from_trainer) {
+    server->signal(from.id, from_incarnation, message->sync_id, message->groups);
+  } else if (auto* message = std::get_if<SyncFailed>(&body)) {
+    if (sync) {
+      drive_sender([&](std::int64_t, SenderActions& out) { sync->failed(now, from, message->sync_id, message->status, out); });
+    }
+    // The sender decides for everybody: only its word fails this rank.
+    if (from == kSender) server->fail(message->sync_id, message->status);
+  } else if (auto* message = std::get_if<TrainerTable>(&body); message && from == kSender) {
+    Status status = message->status;
+    if (status.ok()) {
+      auto decoded = decode_tables(message->tables.data(), message->tables.size());
+      status = decoded.ok() ? shardpull::validate(*decoded) : decoded.status();
+      if (status.ok()) {
+        auto shared = std::make_shared<const InitTables>(std::move(*decoded));
+        server->start(shared, static_cast<std::int64_t>(options.fleet.stall_timeout_ms) * kNanosPerMilli,
+                      options.on_consumer_loss == OnConsumerLoss::kFail);
+        MutexLock lock(mutex);
+        tables = shared;
+      }
+    }
+    MutexLock lock(mutex);
+    table_status = status;
+    wake.notify_all();
+  } else if (auto* message = std::get_if<SyncOpen>(&body); message && from == kSender) {
+    MutexLock lock(mutex);
+    opened = std::move(*message);
+    wake.notify_all();
+  } else if (auto* message = std::get_if<SyncClosed>(&body); message && from == kSender) {
+    MutexLock lock(mutex);
+    closed = std::move(*message);
+    wake.notify_all();
+  } else if (auto* message = std::get_if<Shutdown>(&body); message && from == kSender) {
+    log_info("the fleet ends: {}", message->reason);
+    end(Status());
+  } else if (!sender) {
+    log_debug("{} from {} is not for trainer {}: dropped", name_of(body), to_string(from), options.rank);
+  } else if (auto* message = std::get_if<TrainerJoin>(&body); message && from_trainer) {
+    collect_join(from.id, std::move(*message));
+  } else if (auto* message = std::get_if<InitRequest>(&body); message && !from_trainer) {
+    answer_init_request(from.id, *message);
+  } else if (auto* message = std::get_if<InitDone>(&body); message && !from_trainer) {
+    worker_done(from.id, *message);
+  } else if (auto* message = std::get_if<UpdateStarted>(&body); message && !from_trainer) {
+    drive_sender([&](std::int64_t, SenderActions& out) {
+      sync->update_started(now, from.id, message->sync_id, message->status, out);
+    });
+  } else if (auto* message = std::get_if<Prepared>(&body); message && !from_trainer) {
+    if (message->sync_id == report.sync_id) {
+      std::uint64_t kept = 0;
+      {
+        MutexLock lock(mutex);
+        if (const auto done = workers_done.find(from.id); done != workers_done.end()) kept = done->second.bytes_kept;
+      }
+      report.workers.push_back({from.id, kept, message->bytes_moved, message->update_ns, message->copy_ns});
+    }
+    drive_sender([&](std::int64_t, SenderActions& out) {
+      sync->prepared(now, from.id, message->sync_id, message->status.with_context(to_string(from)), out);
+    });
+  } else if (auto* message = std::get_if<Finished>(&body); message && !from_trainer) {
+    drive_sender([&](std::int64_t, SenderActions& out) {
+      sync->finished(now, from.id, message->sync_id, message->status.with_context(to_string(from)), out);
+    });
+  } else if (auto* message = std::get_if<SyncBegan>(&body); message && from_trainer) {
+    drive_sender([&](std::int64_t, SenderActions& out) { sync->rank_began(now, from.id, message->sync_id, out); });
+  } else if (auto* message = std::get_if<RankEnded>(&body); message && from_trainer) {
+    if (message->sync_id == report.sync_id) {
+      report.ranks.push_back({from.id, message->export_ns, message->export_bytes, message->peak_resident_bytes});
+    }
+    drive_sender([&](std::int64_t, SenderActions& out) {
+      sync->rank_ended(now, from.id, message->sync_id, message->status, out);
+    });
+  } else {
+    log_debug("{} from {} is not for a trainer: dropped", name_of(body), to_string(from));
+  }
+}
+
+// ---- machines ---------------------------------------------------------------------------------------------------------
+
+template <typename Event>
+void Trainer::Impl::drive_trainer(Event event) {
+  TrainerActions actions;
+  event(actions);
+  for (TrainerAction& action : actions) {
+    if (std::holds_alternative<trainer_action::EndProducer>(action)) {
+      const Status status = server->end_sync();
+      if (!status.ok()) server->fail(running_sync, status);
+      continue;
+    }
+    MutexLock lock(mutex);
+    work.push_back(std::move(action));
+    wake.notify_all();
+  }
+}
+
+template <typename Event>
+void Trainer::Impl::drive_sender(Event event) {
+  SenderActions actions;
+  event(clock.now_ns(), actions);
+  for (const SenderAction& action : actions) perform(action);
+}
+
+void Trainer::Impl::perform(const SenderAction& action) {
+  const std::uint64_t sync_id = report.sync_id;
+  if (const auto* open = std::get_if<sender_action::OpenSync>(&action)) {
+    send({Role::kTrainer, open->rank}, SyncOpen{sync_id, report.version, live, {}});
+  } else if (const auto* start = std::get_if<sender_action::StartUpdate>(&action)) {
+    send({Role::kWorker, start->consumer}, StartUpdate{sync_id, report.version, {}});
+  } else if (const auto* update = std::get_if<sender_action::Update>(&action)) {
+    send({Role::kWorker, update->consumer}, Update{sync_id});
+  } else if (const auto* finish = std::get_if<sender_action::Finish>(&action)) {
+    send({Role::kWorker, finish->consumer}, Finish{sync_id});
+  } else if (const auto* fail = std::get_if<sender_action::FailRank>(&action)) {
+    send({Role::kTrainer, fail->rank}, SyncFailed{sync_id, fail->status});
+  } else if (const auto* fail = std::get_if<sender_action::FailConsumer>(&action)) {
+    send({Role::kWorker, fail->consumer}, SyncFailed{sync_id, fail->status});
+  } else if (const auto* close = std::get_if<sender_action::CloseSync>(&action)) {
+    send({Role::kTrainer, close->rank}, SyncClosed{sync_id, close->status});
+  } else if (const auto* done = std::get_if<sender_action::SyncDone>(&action)) {
+    report.lost_consumers = done->lost_consumers;
+  }
+}
+
+// ---- send_weights, on the caller's thread -----------------------------------------------------------------------------------
+
+void Trainer::Impl::on_progress(const std::function<void()>& event) { progress->run(event); }
+
+Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
+  SHARDPULL_RETURN_IF_ERROR(wait_for([this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, options.fleet.stall_timeout_ms, [&] {
+    return fmt::format("trainer 0 to open the sync of version {}", version);
+  }));
+  MutexLock lock(mutex);
+  open = std::move(*opened);
+  opened.reset();
+  return {};
+}
+
+Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
+  if (!initialised || stopped) {
+    return Status(StatusCode::kFailedPrecondition, stopped ? "the trainer has been shut down" : "send_weights before init",
+                  {.reason = Reason::kWrongState});
+  }
+  const std::int64_t started = clock.now_ns();
+  {
+    MutexLock lock(mutex);
+    work.clear();
+    closed.reset();
+  }
+  Status status;
+  if (sender) {
+    on_progress([&] {
+      live.assign(ready_workers.begin(), ready_workers.end());
+      report = {};
+      report.sync_id = ++last_sync_id;
+      report.version = version;
+      drive_sender([&](std::int64_t now, SenderActions& out) { status = sync->begin(now, report.sync_id, live, out); });
+    });
+    SHARDPULL_RETURN_IF_ERROR(status);
+  }
+  SyncOpen open;
+  status = wait_for_open(version, open);
+  if (!status.ok()) return status;
+  if (open.version != version) {
+    status = Status(StatusCode::kFailedPrecondition,
+                    fmt::format("trainer {} sends version {}, trainer 0 opened sync {} of version {}", options.rank, version,
+                                open.sync_id, open.version),
+                    {.reason = Reason::kSettingMismatch});
+  }
+  resident.clear();
+  resident_bytes = peak_resident_bytes = export_ns = export_bytes = 0;
+  if (status.ok()) status = gather_loop(open);
+  exports.give_back_all();
+
+  RankReport mine{options.rank, export_ns, export_bytes, peak_resident_bytes};
+  send(kSender, RankEnded{open.sync_id, status, mine.export_ns, mine.export_bytes, mine.peak_resident_bytes});
+  // The sender bounds every step of the sync; this wait ends with its verdict, or with its loss.
+  const Status verdict = wait_for(
+      [&]() SHARDPULL_REQUIRES(mutex) { return closed.has_value() && closed->sync_id == open.sync_id; }, 2 * options.fleet.stall_timeout_ms,
+      [&] { return fmt::format("trainer 0 to close sync {}", open.sync_id); });
+  on_progress([&] { running_sync = 0; });
+  SHARDPULL_RETURN_IF_ERROR(verdict);
+  SyncReport result;
+  {
+    MutexLock lock(mutex);
+    if (!closed->status.ok()) return closed->status;
+  }
+  SHARDPULL_RETURN_IF_ERROR(status);
+  if (sender) {
+    on_progress([&] { result = report; });
+    const auto by_id = [](const auto& a, const auto& b) { return a < b; };
+    std::sort(result.workers.begin(), result.workers.end(),
+              [&](const WorkerReport& a, const WorkerReport& b) { return by_id(a.consumer, b.consumer); });
+    std::sort(result.ranks.begin(), result.ranks.end(),
+              [&](const RankReport& a, const RankReport& b) { return by_id(a.rank, b.rank); });
+  } else {
+    result.ranks.push_back(mine);
+  }
+  result.sync_id = open.sync_id;
+  result.version = version;
+  result.wall_ns = static_cast<std::uint64_t>(clock.now_ns() - started);
+  return result;
+}
+
+Status Trainer::Impl::gather_loop(const SyncOpen& open) {
+  auto stream = source->iter_groups({open.sync_id, open.version, owned_groups});
+  if (!stream.ok()) return stream.status().with_context(fmt::format("the weight source of trainer {}", options.rank));
+  std::unique_ptr<GroupStream> groups_stream = std::move(stream).value();
+
+  Status status;
+  on_progress([&] {
+    running_sync = open.sync_id;
+    failed = false;
+    status = server->begin_sync(open.sync_id, open.version, open.live_consumers, owned_groups);
+    if (!status.ok()) return;
+    if (!failed) drive_trainer([&](TrainerActions& out) { status = trainer->begin(open.sync_id, owned_groups, out); });
+    if (failed) status = server->failure();
+    if (!status.ok()) {
+      server->fail(open.sync_id, status);
+    } else {
+      send(kSender, SyncBegan{open.sync_id});
+    }
+  });
+  SHARDPULL_RETURN_IF_ERROR(status);
+
+  // Fails the sync here and everywhere; the machine then ends the loop with RankDone.
+  const auto give_up = [&](const Status& why) {
+    on_progress([&] {
+      server->fail(open.sync_id, why);
+      drive_trainer([&](TrainerActions& out) { trainer->source_returned(out); });
+    });
+  };
+  for (;;) {
+    std::optional<TrainerAction> action;
+    {
+      MutexLock lock(mutex);
+      // Bounded by the watchdogs: of the producer while the sync runs, of the sender's steps, of the heartbeats.
+      while (work.empty() && !ended) wake.wait_for_ns(mutex, kNanosPerSecond);
+      if (work.empty()) {
+        status = ended->ok() ? Status(StatusCode::kUnavailable, "the fleet ended during the sync", {.reason = Reason::kShutdown})
+                             : *ended;
+      } else {
+        action = std::move(work.front());
+        work.pop_front();
+      }
+    }
+    if (!action) {
+      on_progress([&] { server->fail(open.sync_id, status); });
+      break;
+    }
+    if (const auto* ask = std::get_if<trainer_action::AskSource>(&*action)) {
+      const Status taken = take_group(*groups_stream, ask->group);
+      if (!taken.ok()) give_up(taken);
+    } else if (std::holds_alternative<trainer_action::AskEnd>(*action)) {
+      const Status at_end = expect_end(*groups_stream);
+      if (at_end.ok()) {
+        on_progress([&] { drive_trainer([&](TrainerActions& out) { trainer->source_ended(out); }); });
+      } else {
+        give_up(at_end);
+      }
+    } else if (const auto* freed = std::get_if<trainer_action::Release>(&*action)) {
+      release(groups_stream.get(), freed->group);
+    } else if (const auto* done = std::get_if<trainer_action::RankDone>(&*action)) {
+      status = done->status;
+      break;
+    }
+  }
+  const std::map<std::uint32_t, std::uint64_t> left = resident;
+  for (const auto& [group, bytes] : left) release(groups_stream.get(), group);
+  return status;
+}
+
+void Trainer::Impl::release(GroupStream* stream, std::uint32_t group) {
+  const auto found = resident.find(group);
+  if (found == resident.end()) return;
+  resident_bytes -= found->second;
+  resident.erase(found);
+  exports.give_back(group);
+  stream->released(group);
+}
+
+Status Trainer::Impl::check_group(const GroupTensors& tensors, std::uint32_t group) const {
+  const auto wrong = [&](const std::string& what, const std::string& tensor = {}) {
+    return Status(StatusCode::kInvalidArgument, fmt::format("the weight source of trainer {}: {}", options.rank, what),
+                  {.reason = Reason::kMetadataMismatch, .tensor = tensor});
+  };
+  if (tensors.group != group) return wrong(fmt::format("gave group {}, expected group {}", tensors.group, group));
+  const GatherGroup& span = groups[group];
+  if (tensors.tensors.size() != span.count) {
+    return wrong(fmt::format("group {} has {} entries, expected {} (one per name)", group, tensors.tensors.size(), span.count));
+  }
+  for (std::uint32_t i = 0; i < span.count; ++i) {
+    const NamedView& entry = tensors.tensors[i];
+    const std::uint32_t name = span.first + i;
+    const TensorMeta& meta = metadata[name];
+    if (entry.name != name) return wrong(fmt::format("entry {} of group {} is name {}, expected {}", i, group, entry.name, name), meta.name);
+    if (entry.view.has_value() != held[name]) {
+      return wrong(meta.name + (held[name] ? " is claimed as held and carries no tensor"
+                                           : " carries a tensor and is not claimed as held"),
+                   meta.name);
+    }
+    if (!entry.view) continue;
+    const TensorView& view = *entry.view;
+    if (view.dtype != meta.dtype) {
+      return wrong(fmt::format("{} is {}, the metadata says {}", meta.name, dtype_name(view.dtype), dtype_name(meta.dtype)), meta.name);
+    }
+    if (view.shape != meta.shape) {
+      return wrong(fmt::format("{} has shape [{}], the metadata says [{}]", meta.name, fmt::join(view.shape, ", "),
+                               fmt::join(meta.shape, ", ")), meta.name);
+    }
+    if (view.stride.size() != view.shape.size() ||
+        std::any_of(view.stride.begin(), view.stride.end(), [](std::int64_t stride) { return stride < 0; })) {
+      return wrong(fmt::format("{} has strides [{}] for shape [{}]", meta.name, fmt::join(view.stride, ", "),
+                               fmt::join(view.shape, ", ")), meta.name);
+    }
+    // The view must lie in its storage: a released or short buffer is found here, before anything is published.
+    std::int64_t last = 0;
+    bool empty = false;
+    for (std::size_t d = 0; d < view.shape.size(); ++d) {
+      empty = empty || view.shape[d] == 0;
+      last += (view.shape[d] - 1) * view.stride[d];
+    }
+    if (empty) continue;
+    SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t extent, bytes_of(view.dtype, last + 1));
+    const bool inside = view.data != nullptr && view.storage != nullptr && view.data >= view.storage &&
+                        static_cast<std::uint64_t>(view.data - view.storage) + extent <= view.storage_bytes;
+    if (!inside) {
+      return wrong(fmt::format("{} needs {} bytes, its storage of {} bytes does not hold them", meta.name, extent, view.storage_bytes),
+                   meta.name);
+    }
+  }
+  return {};
+}
+
+Result<std::vector<ServedTensor>> Trainer::Impl::place(const GroupTensors& tensors, std::uint32_t group) {
+  ExportedMemory* buffer = nullptr;
+  std::uint64_t filled = 0;
+  std::vector<std::shared_ptr<ExportedMemory>> known;
+  {
+    MutexLock lock(mutex);
+    known = allocations;
+  }
+  std::vector<ServedTensor> served;
+  for (const NamedView& entry : tensors.tensors) {
+    if (!entry.view) continue;
+    const TensorView& view = *entry.view;
+    ServedTensor tensor;
+    tensor.view = {entry.name, 0, view.dtype, view.shape, {}};
+    tensor.data = view.data;
+    std::int64_t numel = 1;
+    for (const std::int64_t size : view.shape) numel *= size;
+    SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t bytes, bytes_of(view.dtype, numel));
+    const bool contiguous = is_row_major(view);
+    if (bytes == 0) {
+      served.push_back(std::move(tensor));
+      continue;
+    }
+    if (view.storage_bytes <= options.export_pack_limit_bytes) {
+      if (buffer == nullptr) {
+        SHARDPULL_ASSIGN_OR_RETURN(buffer, exports.take(group));
+      }
+      std::byte* const to = buffer->ref().address + filled;
+      const SourceLayout layout = contiguous ? SourceLayout::contiguous(view.dtype, numel)
+                                             : SourceLayout{view.dtype, view.shape, view.stride};
+      SHARDPULL_ASSIGN_OR_RETURN(const CopyProgram program, compile_copy(Slice::whole(numel), layout, view.dtype,
+                                                                        Region{0, {{numel, 1}}}, view.dtype));
+      const std::int64_t before = clock.now_ns();
+      run(program, view.data, to);
+      export_ns += static_cast<std::uint64_t>(clock.now_ns() - before);
+      export_bytes += bytes;
+      tensor.data = to;
+      tensor.view.location.where = {buffer->ref().region, buffer->ref().generation, filled, bytes};
+      filled = align_up(filled + bytes);
+      served.push_back(std::move(tensor));
+      continue;
+    }
+    std::uint64_t extent = bytes;
+    if (!contiguous) {
+      std::int64_t last = 0;
+      for (std::size_t d = 0; d < view.shape.size(); ++d) last += (view.shape[d] - 1) * view.stride[d];
+      SHARDPULL_ASSIGN_OR_RETURN(extent, bytes_of(view.dtype, last + 1));
+      tensor.view.location.stride = view.stride;
+    }
+    const auto home = std::find_if(known.begin(), known.end(), [&](const auto& memory) {
+      return view.data >= memory->ref().address && view.data + extent <= memory->ref().address + memory->ref().bytes;
+    });
+    if (home != known.end()) {
+      const MemoryRef& ref = (*home)->ref();
+      tensor.view.location.where = {ref.region, ref.generation, static_cast<std::uint64_t>(view.data - ref.address), extent};
+    } else if (holding.mappable) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("{} is declared to lie in memory from Trainer::allocate and does not", metadata[entry.name].name),
+                    {.reason = Reason::kMetadataMismatch, .tensor = metadata[entry.name].name});
+    } else {
+      tensor.view.location.where.bytes = extent;  // not exported: packed only
+    }
+    served.push_back(std::move(tensor));
+  }
+  return served;
+}
+
+Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
+  auto next = stream.next();
+  if (!next.ok()) {
+    return next.status().with_context(fmt::format("the weight source of trainer {} at group {}", options.rank, group));
+  }
+  if (!next->has_value()) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("the weight source of trainer {} ended before group {} ({})", options.rank, group,
+                              metadata[groups[group].first].name),
+                  {.reason = Reason::kMetadataMismatch});
+  }
+  const GroupTensors& tensors = **next;
+  SHARDPULL_RETURN_IF_ERROR(check_group(tensors, group));
+  std::uint64_t bytes = 0;
+  for (const NamedView& entry : tensors.tensors) {
+    if (!entry.view) continue;
+    std::int64_t numel = 1;
+    for (const std::int64_t size : entry.view->shape) numel *= size;
+    SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t each, bytes_of(entry.view->dtype, numel));
+    bytes += each;
+  }
+  resident[group] = bytes;
+  resident_bytes += bytes;
+  peak_resident_bytes = std::max(peak_resident_bytes, resident_bytes);
+  SHARDPULL_ASSIGN_OR_RETURN(std::vector<ServedTensor> served, place(tensors, group));
+  Status status;
+  on_progress([&] {
+    if (failed) {  // found out while the source was asked; the machine waits for its return
+      drive_trainer([&](TrainerActions& out) { trainer->source_returned(out); });
+      return;
+    }
+    // Told first: a group nobody waits for is freed within publish_group.
+    drive_trainer([&](TrainerActions& out) { trainer->published(group, out); });
+    status = server->publish_group(group, std::move(served));
+  });
+  return status;
+}
+
+Status Trainer::Impl::expect_end(GroupStream& stream) {
+  auto next = stream.next();
+  if (!next.ok()) return next.status().with_context(fmt::format("the weight source of trainer {} at its end", options.rank));
+  if (next->has_value()) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("the weight source of trainer {} gave group {} after its last one", options.rank, (*next)->group),
+                  {.reason = Reason::kMetadataMismatch});
+  }
+  return {};
+}
+
+void Trainer::Impl::stop(const std::string& reason) {
+  if (stopped) return;
+  stopped = true;
+  if (progress && sender && control) {
+    for (std::uint32_t rank = 1; rank < options.world_size; ++rank) send({Role::kTrainer, rank}, Shutdown{reason});
+    for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker) send({Role::kWorker, worker}, Shutdown{reason});
+  }
+  if (progress) progress->run([this] { server->shutdown(); });
+  if (server) server->stop();
+  if (control) control->shutdown();
+  if (progress) progress->stop();
+  end(Status());
+}
+
+// ---- the public face ------------------------------------------------------------------------------------------------------
+
+Trainer::Trainer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Trainer::~Trainer() { shutdown(); }
+
+Result<std::unique_ptr<Trainer>> Trainer::create(const TrainerOptions& options) {
+  std::unique_ptr<Trainer> trainer(new Trainer(std::make_unique<Impl>(options)));
+  SHARDPULL_RETURN_IF_ERROR(trainer->impl_->start());
+  return trainer;
+}
+
+Result<EngineMemory> Trainer::allocate(std::uint64_t bytes, const std::string& what) {
+  SHARDPULL_ASSIGN_OR_RETURN(std::shared_ptr<ExportedMemory> memory, impl_->progress->transport().allocate(bytes, what));
+  {
+    MutexLock lock(impl_->mutex);
+    impl_->allocations.push_back(memory);
+  }
+  impl_->progress->post([impl = impl_.get(), memory] { impl->server->add_memory(memory); });
+  return EngineMemory{memory->ref().address, memory->ref().bytes, memory};
+}
+
+Status Trainer::init(WeightSource& source) {
+  if (impl_->initialised || impl_->stopped) {
+    return Status(StatusCode::kFailedPrecondition, "init is called once, before shutdown", {.reason = Reason::kWrongState});
+  }
+  SHARDPULL_RETURN_IF_ERROR(impl_->join(source));
+  if (impl_->sender) SHARDPULL_RETURN_IF_ERROR(impl_->wait_for_workers());
+  impl_->initialised = true;
+  return {};
+}
+
+Result<std::vector<std::byte>> Trainer::worker_init_payload() const {
+  MutexLock lock(impl_->mutex);
+  if (impl_->tables == nullptr) {
+    return Status(StatusCode::kFailedPrecondition, "worker_init_payload before init", {.reason = Reason::kWrongState});
+  }
+  return encode_tables(*impl_->tables);
+}
+
+Result<SyncReport> Trainer::send_weights(std::uint64_t version) { return impl_->send_weights(version); }
+
+Status Trainer::send_message(const std::string& to, const std::string& topic, const std::string& body) {
+  if (body.size() > kMaxUserMessageBytes) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("a message of {} bytes: the limit is {}", body.size(), kMaxUserMessageBytes),
+                  {.reason = Reason::kLimit});
+  }
+  SHARDPULL_ASSIGN_OR_RETURN(const Member member, member_from_string(to));
+  if (!impl_->control) return Status(StatusCode::kFailedPrecondition, "send_message before init", {.reason = Reason::kWrongState});
+  return impl_->control->send(member, UserMessage{topic, body});
+}
+
+Result<std::optional<FleetMessage>> Trainer::receive_message(std::uint64_t timeout_ms) { return impl_->messages.pop(timeout_ms); }
+
+std::uint64_t Trainer::engine_bytes() const { return impl_->exports.bytes() + impl_->ring_bytes.load(); }
+
+void Trainer::shutdown(const std::string& reason) { impl_->stop(reason); }
+
+}  // namespace shardpull

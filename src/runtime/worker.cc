@@ -1,0 +1,421 @@
+// Worker: joins a fleet, then serves syncs. The life of one:
+//
+//   connect: link up -> InitRequest -> InitPayload -> bake, plan, prepare -> hot hellos -> Reserve at each producer -> InitDone
+//   serve:   StartUpdate -> UpdateStarted   Update -> Prepared   Finish -> Finished, then the caller's on_sync
+#include "shardpull/worker.h"
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "control/grpc/grpc_control.h"
+#include "plan/plan.h"
+#include "runtime/consumer_engine.h"
+#include "runtime/fleet_link.h"
+#include "runtime/progress_thread.h"
+#include "transport/shm/shm_transport.h"
+
+namespace shardpull {
+
+struct Worker::Impl final : TransportSink {
+  // A finished sync on its way to serve().
+  struct Result_ {
+    std::uint64_t version = 0;
+    Status status;
+    WorkerReport report;
+  };
+
+  Impl(const WorkerOptions& given, Model& target) : options(given), model(target) {}
+
+  // ---- init, on the caller's thread -----------------------------------------------------------------------------------
+  Status start();
+  Status join();
+  Status make_plan();
+  Status reserve();
+  // Waits until `ready` (called with `mutex` held), the fleet's end, or the connect timeout; the error says what was waited for.
+  Status wait_for(const std::function<bool()>& ready, const std::string& what);
+  void stop();
+
+  // ---- on the progress thread -----------------------------------------------------------------------------------------
+  void on_control(const Member& from, ControlBody body);
+  void on_lost(const Member& member, const Status& why);
+  void on_tick();
+  void start_update(const StartUpdate& message);
+  void deliver(std::uint64_t sync_id, const Status& status);
+  void end(const Status& why);
+  void send(const Member& to, ControlBody body) { control->send(to, std::move(body)).ignore(); }
+
+  void on_accepted(EndpointId endpoint) override { progress->transport().close(endpoint); }  // a worker does not listen
+  void on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) override;
+  void on_closed(EndpointId endpoint, const Status& why) override;
+  void on_read_done(ReadToken token, const Status& status) override {
+    if (engine) engine->on_read_done(token, status);
+    after_event();
+  }
+  // Tells connect() that every hot endpoint has said hello, or that one never will.
+  void after_event();
+
+  const WorkerOptions options;
+  Model& model;
+  const Incarnation incarnation = random_nonzero_u64();
+  const Clock& clock = SystemClock::instance();
+  std::unique_ptr<ProgressThread> progress;
+  std::unique_ptr<ControlRelay> relay;
+  std::unique_ptr<Control> control;
+  Recording recorded;
+  std::shared_ptr<const InitTables> tables;
+  std::shared_ptr<const WorkerPlan> plan;
+  std::unique_ptr<ConsumerEngine> engine;  // confined to the progress thread once made
+
+  // Confined to the progress thread.
+  std::uint64_t current_sync = 0, current_version = 0;
+  bool delivered = true;                   // whether current_sync's result has reached serve()
+  bool serving_callback = false;           // the caller is in on_sync: the next StartUpdate waits
+  std::optional<StartUpdate> deferred;
+
+  Mutex mutex;
+  CondVar wake;
+  std::optional<InitPayload> payload SHARDPULL_GUARDED_BY(mutex);
+  std::map<std::uint32_t, Status> reserve_replies SHARDPULL_GUARDED_BY(mutex);
+  bool hot_ready SHARDPULL_GUARDED_BY(mutex) = false;
+  std::optional<Status> ended SHARDPULL_GUARDED_BY(mutex);  // OK = orderly shutdown
+  std::deque<Result_> results SHARDPULL_GUARDED_BY(mutex);
+  Result<std::uint64_t> held_version SHARDPULL_GUARDED_BY(mutex) =
+      Status(StatusCode::kFailedPrecondition, "no sync has been applied yet", {.reason = Reason::kWrongState});
+  bool stopped = false;  // the caller's thread
+};
+
+// ---- init ---------------------------------------------------------------------------------------------------------------
+
+Status Worker::Impl::wait_for(const std::function<bool()>& ready, const std::string& what) {
+  const std::int64_t deadline =
+      clock.now_ns() + static_cast<std::int64_t>(options.fleet.connect_timeout_ms) * kNanosPerMilli;
+  MutexLock lock(mutex);
+  while (!ready()) {
+    if (ended) {
+      if (!ended->ok()) return *ended;
+      return Status(StatusCode::kUnavailable, fmt::format("the fleet ended while this worker waited for {}", what),
+                    {.reason = Reason::kShutdown, .fault = Fault::kPeer});
+    }
+    const std::int64_t left = deadline - clock.now_ns();
+    if (left <= 0) {
+      return Status(StatusCode::kDeadlineExceeded,
+                    fmt::format("no {} within {} ms (connect_timeout_ms)", what, options.fleet.connect_timeout_ms),
+                    {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
+    }
+    wake.wait_for_ns(mutex, left);
+  }
+  return {};
+}
+
+Status Worker::Impl::start() {
+  SHARDPULL_RETURN_IF_ERROR(validate(options.fleet));
+  const Member self{Role::kWorker, options.consumer};
+  SHARDPULL_ASSIGN_OR_RETURN(std::unique_ptr<Transport> transport,
+                             make_shm_transport({.directory = options.fleet.directory,
+                                                 .token = options.fleet.token,
+                                                 .incarnation = incarnation,
+                                                 .self_name = fmt::format("worker-{}", options.consumer)}));
+  progress = std::make_unique<ProgressThread>(std::move(transport), *this, [this] { on_tick(); }, tick_ns(options.fleet), clock);
+  relay = std::make_unique<ControlRelay>(
+      *progress, ControlRelay::Handlers{
+                     .message = [this](const Member& from, Incarnation, ControlBody body) { on_control(from, std::move(body)); },
+                     .up = [](const Member&, Incarnation) {},  // trainers do not come back within a fleet's life
+                     .lost = [this](const Member& member, const Status& why) { on_lost(member, why); }});
+  progress->start();
+  SHARDPULL_ASSIGN_OR_RETURN(control, connect_grpc_control(control_options(options.fleet, self, incarnation), *relay));
+  relay->open();
+  return {};
+}
+
+Status Worker::Impl::join() {
+  send(kSender, InitRequest{.ring_depth = options.ring_depth});
+  SHARDPULL_RETURN_IF_ERROR(wait_for([this]() SHARDPULL_REQUIRES(mutex) { return payload.has_value(); }, "init payload from trainer 0"));
+  InitPayload received;
+  {
+    MutexLock lock(mutex);
+    received = std::move(*payload);
+  }
+  SHARDPULL_RETURN_IF_ERROR(received.status);
+  auto decoded = decode_tables(received.tables.data(), received.tables.size());
+  if (!decoded.ok()) return decoded.status().with_context("the init payload");
+  SHARDPULL_RETURN_IF_ERROR(validate(*decoded).with_context("the init payload"));
+  tables = std::make_shared<const InitTables>(std::move(*decoded));
+  if (options.consumer >= tables->num_consumers) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("worker {} is out of range: the fleet has {} workers, numbered from 0", options.consumer,
+                              tables->num_consumers),
+                  {.reason = Reason::kSettingMismatch});
+  }
+  return {};
+}
+
+Status Worker::Impl::make_plan() {
+  SHARDPULL_ASSIGN_OR_RETURN(recorded, bake(model, tables->metadata, options.bake));
+  PlanOptions plan_options;
+  plan_options.max_chunk_bytes = options.max_chunk_bytes;
+  plan_options.path = options.path == PathChoice::kPacked   ? PathPolicy::kPacked
+                      : options.path == PathChoice::kMapped ? PathPolicy::kMapped
+                                                            : PathPolicy::kAuto;
+  plan_options.mapping_available = progress->transport().can_map();
+  SHARDPULL_ASSIGN_OR_RETURN(WorkerPlan made, plan_worker(*tables, recorded, options.consumer, plan_options));
+  plan = std::make_shared<const WorkerPlan>(std::move(made));
+  SHARDPULL_RETURN_IF_ERROR(model.materialise());
+
+  ConsumerHooks hooks;
+  hooks.signal_by_control = [this](std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
+    send({Role::kTrainer, producer}, FreeGroups{sync_id, groups});
+  };
+  hooks.update_done = [this](std::uint64_t sync_id, const Status& status) {
+    Prepared message{.sync_id = sync_id, .status = status};
+    message.bytes_moved = engine->bytes_moved();
+    message.update_ns = engine->update_ns();
+    message.copy_ns = engine->copy_ns();
+    send(kSender, std::move(message));
+    if (!status.ok()) deliver(sync_id, status);
+  };
+  hooks.finish_done = [this](std::uint64_t sync_id, const Status& status) {
+    send(kSender, Finished{sync_id, status});
+    deliver(sync_id, status);
+  };
+  hooks.report_failure = [this](std::uint64_t sync_id, const Status& status) {
+    send(kSender, SyncFailed{sync_id, status.with_context(fmt::format("worker {}", options.consumer))});
+  };
+  auto made_engine = std::make_unique<ConsumerEngine>(
+      *progress, model, recorded, tables, plan, options.fleet.token, incarnation,
+      static_cast<std::int64_t>(options.fleet.stall_timeout_ms) * kNanosPerMilli, std::move(hooks));
+  SHARDPULL_RETURN_IF_ERROR(made_engine->prepare());
+  progress->run([&] { engine = std::move(made_engine); });
+  return {};
+}
+
+Status Worker::Impl::reserve() {
+  Status status;
+  progress->run([&] {
+    status = engine->connect(static_cast<std::int64_t>(options.fleet.connect_timeout_ms) * kNanosPerMilli);
+    after_event();
+  });
+  SHARDPULL_RETURN_IF_ERROR(status);
+  SHARDPULL_RETURN_IF_ERROR(wait_for([this]() SHARDPULL_REQUIRES(mutex) { return hot_ready; }, "hello on the hot channel"));
+  progress->run([&] { status = engine->connected() ? Status() : engine->connect_error(); });
+  SHARDPULL_RETURN_IF_ERROR(status);
+
+  for (const ProducerPlan& producer : plan->producers) {
+    Reserve message;
+    message.slot_bytes = producer.serve_slot_bytes;
+    message.ring_depth = plan->ring_depth;
+    message.num_consumers = tables->num_consumers;
+    message.workers_per_replica = tables->workers_per_replica;
+    message.digest_low = producer.digest.low;
+    message.digest_high = producer.digest.high;
+    message.pulls = encode_pulls(pulls_at(*plan, producer.producer));
+    send({Role::kTrainer, producer.producer}, std::move(message));
+  }
+  SHARDPULL_RETURN_IF_ERROR(
+      wait_for([this]() SHARDPULL_REQUIRES(mutex) { return reserve_replies.size() == plan->producers.size(); }, "answer to reserve"));
+  MutexLock lock(mutex);
+  for (const auto& [rank, reply] : reserve_replies) {
+    if (!reply.ok()) return reply.with_context(fmt::format("trainer {} refused this worker's plan", rank));
+  }
+  return {};
+}
+
+void Worker::Impl::stop() {
+  if (stopped) return;
+  stopped = true;
+  if (progress) {
+    progress->run([this] {
+      if (engine) engine->shutdown();
+    });
+  }
+  if (engine) engine->stop();
+  if (control) control->shutdown();
+  if (progress) progress->stop();
+  end(Status());
+}
+
+// ---- on the progress thread ---------------------------------------------------------------------------------------------
+
+void Worker::Impl::end(const Status& why) {
+  MutexLock lock(mutex);
+  if (!ended) ended = why;
+  wake.notify_all();
+}
+
+void Worker::Impl::on_control(const Member& from, ControlBody body) {
+  if (auto* message = std::get_if<InitPayload>(&body)) {
+    MutexLock lock(mutex);
+    payload = std::move(*message);
+    wake.notify_all();
+  } else if (auto* message = std::get_if<ReserveReply>(&body)) {
+    MutexLock lock(mutex);
+    reserve_replies[from.id] = message->status;
+    wake.notify_all();
+  } else if (auto* message = std::get_if<Shutdown>(&body)) {
+    log_info("the fleet ends: {}", message->reason);
+    end(Status());
+  } else if (engine == nullptr) {
+    log_debug("{} from {} before this worker was ready: dropped", name_of(body), to_string(from));
+  } else if (auto* message = std::get_if<StartUpdate>(&body)) {
+    if (serving_callback) {
+      deferred = std::move(*message);
+    } else {
+      start_update(*message);
+    }
+  } else if (auto* message = std::get_if<Update>(&body)) {
+    const Status status = message->sync_id == current_sync
+                              ? engine->update()
+                              : Status(StatusCode::kFailedPrecondition,
+                                       fmt::format("update of sync {}, started was {}", message->sync_id, current_sync),
+                                       {.reason = Reason::kWrongState});
+    if (!status.ok()) send(kSender, Prepared{.sync_id = message->sync_id, .status = status});
+  } else if (auto* message = std::get_if<Finish>(&body)) {
+    const Status status = engine->finish_update(message->sync_id);
+    if (!status.ok()) send(kSender, Finished{message->sync_id, status});
+  } else if (auto* message = std::get_if<SyncFailed>(&body)) {
+    engine->fail(message->sync_id, message->status);
+  } else if (auto* message = std::get_if<FreeAck>(&body)) {
+    engine->signals_acked(from.id, message->sync_id, message->groups);
+  } else {
+    log_debug("{} from {} is not for a worker: dropped", name_of(body), to_string(from));
+  }
+  after_event();
+}
+
+void Worker::Impl::start_update(const StartUpdate& message) {
+  const Status status = engine->start_update(message.sync_id, message.version);
+  if (status.ok()) {
+    current_sync = message.sync_id;
+    current_version = message.version;
+    delivered = false;
+  }
+  send(kSender, UpdateStarted{message.sync_id, status});
+}
+
+void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
+  if (delivered || sync_id != current_sync) return;
+  delivered = true;
+  serving_callback = true;
+  Result_ result{current_version, status, {}};
+  result.report = {options.consumer, plan->bytes_kept, engine->bytes_moved(), engine->update_ns(), engine->copy_ns()};
+  const auto version = engine->machine().version();
+  MutexLock lock(mutex);
+  held_version = version;
+  results.push_back(std::move(result));
+  wake.notify_all();
+}
+
+void Worker::Impl::after_event() {
+  if (engine == nullptr) return;
+  MutexLock lock(mutex);
+  if (!hot_ready && (engine->connected() || !engine->connect_error().ok())) {
+    hot_ready = true;
+    wake.notify_all();
+  }
+}
+
+void Worker::Impl::on_lost(const Member& member, const Status& why) {
+  const Status named(StatusCode::kUnavailable, fmt::format("{} is lost: {}", to_string(member), why.message()),
+                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = to_string(member)});
+  if (engine != nullptr && member.role == Role::kTrainer) engine->producer_lost(member.id, named);
+  after_event();
+  if (member == kSender) {
+    if (engine != nullptr && !delivered) engine->fail(current_sync, named);
+    after_event();
+    end(named);
+  } else if (member.role == Role::kTrainer && engine == nullptr) {
+    end(named);
+  }
+}
+
+void Worker::Impl::on_tick() {
+  if (engine) engine->tick();
+  after_event();
+}
+
+void Worker::Impl::on_message(EndpointId endpoint, const HotHeader& header, const std::byte* bytes) {
+  if (engine) engine->on_message(endpoint, header, bytes);
+  after_event();
+}
+
+void Worker::Impl::on_closed(EndpointId endpoint, const Status& why) {
+  if (engine) engine->on_closed(endpoint, why);
+  after_event();
+}
+
+// ---- the public face ------------------------------------------------------------------------------------------------------
+
+Worker::Worker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Worker::~Worker() { shutdown(); }
+
+Result<std::unique_ptr<Worker>> Worker::connect(const WorkerOptions& options, Model& model) {
+  auto impl = std::make_unique<Impl>(options, model);
+  Impl& worker = *impl;
+  std::unique_ptr<Worker> owner(new Worker(std::move(impl)));
+  SHARDPULL_RETURN_IF_ERROR(worker.start());
+  Status status = worker.join();
+  if (status.ok()) status = worker.make_plan();
+  if (status.ok()) status = worker.reserve();
+  InitDone done{.status = status};
+  if (worker.plan) {
+    done.bytes_kept = worker.plan->bytes_kept;
+    done.bytes_planned = worker.plan->bytes_planned;
+  }
+  worker.send(kSender, std::move(done));
+  if (!status.ok()) return status;
+  return owner;
+}
+
+Status Worker::serve(const OnSync& on_sync) {
+  Impl& worker = *impl_;
+  for (;;) {
+    Impl::Result_ result;
+    {
+      MutexLock lock(worker.mutex);
+      while (worker.results.empty() && !worker.ended) worker.wake.wait_for_ns(worker.mutex, kNanosPerSecond);
+      if (worker.results.empty()) return *worker.ended;
+      result = std::move(worker.results.front());
+      worker.results.pop_front();
+    }
+    if (on_sync) on_sync(result.version, result.status, result.report);
+    worker.progress->post([&worker] {
+      worker.serving_callback = false;
+      if (!worker.deferred) return;
+      const StartUpdate message = std::move(*worker.deferred);
+      worker.deferred.reset();
+      worker.start_update(message);
+    });
+  }
+}
+
+Result<std::uint64_t> Worker::version() const {
+  MutexLock lock(impl_->mutex);
+  return impl_->held_version;
+}
+
+const Recording& Worker::recording() const { return impl_->recorded; }
+
+Status Worker::send_message(const std::string& to, const std::string& topic, const std::string& body) {
+  if (body.size() > kMaxUserMessageBytes) {
+    return Status(StatusCode::kInvalidArgument, fmt::format("a message of {} bytes: the limit is {}", body.size(),
+                                                            kMaxUserMessageBytes),
+                  {.reason = Reason::kLimit});
+  }
+  SHARDPULL_ASSIGN_OR_RETURN(const Member member, member_from_string(to));
+  return impl_->control->send(member, UserMessage{topic, body});
+}
+
+std::uint64_t Worker::engine_bytes() const { return impl_->engine ? impl_->engine->receive_ring_bytes() : 0; }
+
+std::string Worker::plan_summary() const { return summarise(*impl_->tables, {*impl_->plan}, {impl_->recorded}); }
+
+void Worker::shutdown() { impl_->stop(); }
+
+}  // namespace shardpull
