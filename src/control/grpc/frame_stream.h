@@ -1,0 +1,264 @@
+// FrameStream: one side of a Link, on gRPC's callback API: a queue of frames to write, one write at a time, and frames read
+// and handed to the owner's dispatcher in order.
+//
+// Threads: reactions run on gRPC's threads. Operations are started under the stream's own lock; gRPC never runs a reaction
+// within the call that starts an operation, so that no lock is taken twice. No other lock is held meanwhile.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include <fmt/format.h>
+#include <grpcpp/grpcpp.h>
+
+#include "base/clock.h"
+#include "base/identity.h"
+#include "base/mutex.h"
+#include "control/grpc/control_threads.h"
+#include "shardpull/status.h"
+#include "shardpull/v1/control.grpc.pb.h"
+
+namespace shardpull {
+
+inline constexpr std::uint64_t kMaxControlMessageBytes = 64u << 20;
+inline constexpr std::uint64_t kMaxControlFrameBytes = kMaxControlMessageBytes + 1024;  // with addresses around the body
+inline constexpr std::uint64_t kMaxControlQueuedBytes = 512u << 20;                     // a peer has not taken yet
+// Frames of one peer that may wait for the dispatcher; more stay in gRPC's flow control, so that a peer which sends faster
+// than we work is slowed down and costs no memory.
+inline constexpr int kMaxUndelivered = 8;
+
+using FramePtr = std::shared_ptr<const v1::Frame>;
+
+template <typename Reactor>
+class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStream<Reactor>> {
+ public:
+  // Both run on the dispatcher. `on_frame` gets every frame but heartbeats; `on_ended` is the last call.
+  struct Handlers {
+    std::function<void(v1::Frame)> on_frame;
+    std::function<void()> on_ended;
+  };
+
+  explicit FrameStream(std::shared_ptr<Dispatcher> dispatcher) : dispatcher_(std::move(dispatcher)) {}
+
+  // Queues a frame. UNAVAILABLE when the stream has ended, RESOURCE_EXHAUSTED when the peer does not take what is queued.
+  Status write(FramePtr frame) {
+    const std::uint64_t size = frame->ByteSizeLong();
+    MutexLock lock(mutex_);
+    if (closed_ || ending_) {
+      return Status(StatusCode::kUnavailable, "the control link is closed",
+                    {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
+    }
+    if (queued_bytes_ + size > kMaxControlQueuedBytes) {
+      return Status(StatusCode::kResourceExhausted,
+                    fmt::format("the peer has not taken {} bytes of control messages", queued_bytes_),
+                    {.reason = Reason::kLimit, .fault = Fault::kPeer, .retryable = true});
+    }
+    queue_.emplace_back(std::move(frame), size);
+    queued_bytes_ += size;
+    start_next();
+    return {};
+  }
+
+  // Writes what is queued, then ends this side. Later writes are refused.
+  void end_after_flush() {
+    MutexLock lock(mutex_);
+    ending_ = true;
+    start_next();
+  }
+
+  // Once per heartbeat: sends one, and says whether the peer has been silent for `dead_after_ns` AND for as many beats as
+  // fit in it, so that a process which was itself stopped does not take its peers for dead.
+  bool beat(std::int64_t now_ns, std::int64_t heartbeat_ns, std::int64_t dead_after_ns) {
+    MutexLock lock(mutex_);
+    if (closed_) return false;
+    if (heard_ || !reading_) {  // while we do not read, silence is ours
+      silent_beats_ = 0;
+      heard_ns_ = now_ns;
+    } else {
+      ++silent_beats_;
+    }
+    heard_ = false;
+    if (!ending_) {
+      beat_due_ = true;
+      start_next();
+    }
+    return now_ns - heard_ns_ >= dead_after_ns && silent_beats_ * heartbeat_ns >= dead_after_ns;
+  }
+
+  // True when the stream ended within `timeout_ns`.
+  bool wait_done(std::int64_t timeout_ns) {
+    MutexLock lock(mutex_);
+    return done_changed_.wait_for_ns(mutex_, timeout_ns, [this]() SHARDPULL_NO_THREAD_SAFETY_ANALYSIS { return done_; });
+  }
+
+ protected:
+  // What ends this side when everything is written; called with the lock held, at most once.
+  virtual void end_side() SHARDPULL_REQUIRES(mutex_) = 0;
+  // The peer sends no more, or the stream broke; called with the lock held, at most once.
+  virtual void on_read_ended() SHARDPULL_REQUIRES(mutex_) = 0;
+  // A write failed: the stream broke; called with the lock held.
+  virtual void on_write_failed() SHARDPULL_REQUIRES(mutex_) = 0;
+
+  void open(Handlers handlers) {
+    handlers_ = std::move(handlers);
+    self_ = this->shared_from_this();
+    MutexLock lock(mutex_);
+    heard_ns_ = SystemClock::instance().now_ns();
+    reading_ = true;
+    this->StartRead(&incoming_);
+  }
+
+  // The last reaction calls it last: this object may be destroyed within.
+  void done() {
+    dispatcher_->post([self = this->shared_from_this()] { self->handlers_.on_ended(); });
+    std::shared_ptr<FrameStream> self;
+    {
+      MutexLock lock(mutex_);
+      closed_ = true;
+      done_ = true;
+      drop_queue();
+      self.swap(self_);
+    }
+    done_changed_.notify_all();
+  }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) {
+      MutexLock lock(mutex_);
+      reading_ = false;
+      if (!std::exchange(read_ended_, true)) on_read_ended();
+      return;
+    }
+    const std::int64_t now_ns = SystemClock::instance().now_ns();
+    const bool is_beat = incoming_.kind_case() == v1::Frame::kHeartbeat;
+    std::int64_t beat_sent_ns = 0;
+    if (is_beat) {
+      beat_sent_ns = incoming_.heartbeat().sent_ns();
+    } else {
+      // Posted before the next read starts, whose reaction may run on another thread.
+      auto frame = std::make_shared<v1::Frame>(std::move(incoming_));
+      dispatcher_->post([self = this->shared_from_this(), frame] {
+        self->handlers_.on_frame(std::move(*frame));
+        self->delivered();
+      });
+    }
+    incoming_.Clear();
+    MutexLock lock(mutex_);
+    heard_ = true;
+    heard_ns_ = now_ns;
+    if (is_beat) {
+      peer_beat_sent_ns_ = beat_sent_ns;
+      peer_beat_received_ns_ = now_ns;
+    } else {
+      ++undelivered_;
+    }
+    reading_ = false;
+    read_more();
+  }
+
+  void OnWriteDone(bool ok) override {
+    MutexLock lock(mutex_);
+    writing_ = false;
+    in_flight_.reset();
+    if (ok) {
+      start_next();
+    } else {
+      drop_queue();
+      on_write_failed();
+    }
+  }
+
+  void delivered() {
+    MutexLock lock(mutex_);
+    --undelivered_;
+    read_more();
+  }
+
+  void read_more() SHARDPULL_REQUIRES(mutex_) {
+    if (reading_ || read_ended_ || closed_ || undelivered_ >= kMaxUndelivered) return;
+    reading_ = true;
+    this->StartRead(&incoming_);
+  }
+
+  void start_next() SHARDPULL_REQUIRES(mutex_) {
+    if (writing_ || closed_ || side_ended_) return;
+    if (std::exchange(beat_due_, false)) {  // ahead of the queue: a beat has no order to keep
+      auto frame = std::make_shared<v1::Frame>();
+      v1::Heartbeat& beat = *frame->mutable_heartbeat();
+      beat.set_sent_ns(SystemClock::instance().now_ns());
+      beat.set_echo_sent_ns(peer_beat_sent_ns_);
+      beat.set_echo_received_ns(peer_beat_received_ns_);
+      in_flight_ = std::move(frame);
+    } else if (!queue_.empty()) {
+      in_flight_ = std::move(queue_.front().first);
+      queued_bytes_ -= queue_.front().second;
+      queue_.pop_front();
+    } else {
+      if (ending_) {
+        side_ended_ = true;
+        end_side();
+      }
+      return;
+    }
+    writing_ = true;
+    this->StartWrite(in_flight_.get());
+  }
+
+  void drop_queue() SHARDPULL_REQUIRES(mutex_) {
+    queue_.clear();
+    queued_bytes_ = 0;
+  }
+
+  const std::shared_ptr<Dispatcher> dispatcher_;
+  Handlers handlers_;
+  v1::Frame incoming_;  // gRPC's while a read is under way, else its reaction's
+
+  Mutex mutex_;
+  CondVar done_changed_;
+  std::shared_ptr<FrameStream> self_;  // until done: gRPC holds a plain pointer
+  std::deque<std::pair<FramePtr, std::uint64_t>> queue_ SHARDPULL_GUARDED_BY(mutex_);
+  std::uint64_t queued_bytes_ SHARDPULL_GUARDED_BY(mutex_) = 0;
+  FramePtr in_flight_ SHARDPULL_GUARDED_BY(mutex_);
+  bool writing_ SHARDPULL_GUARDED_BY(mutex_) = false;
+  bool beat_due_ SHARDPULL_GUARDED_BY(mutex_) = false;
+  bool ending_ SHARDPULL_GUARDED_BY(mutex_) = false;      // end_side() once the queue is empty
+  bool side_ended_ SHARDPULL_GUARDED_BY(mutex_) = false;  // end_side() was called
+  bool closed_ SHARDPULL_GUARDED_BY(mutex_) = false;      // no operation may be started any more
+  bool reading_ SHARDPULL_GUARDED_BY(mutex_) = false;
+  bool read_ended_ SHARDPULL_GUARDED_BY(mutex_) = false;
+  int undelivered_ SHARDPULL_GUARDED_BY(mutex_) = 0;
+  bool done_ SHARDPULL_GUARDED_BY(mutex_) = false;
+  bool heard_ SHARDPULL_GUARDED_BY(mutex_) = true;        // since the last beat
+  std::int64_t heard_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;
+  std::int64_t silent_beats_ SHARDPULL_GUARDED_BY(mutex_) = 0;
+  std::int64_t peer_beat_sent_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;
+  std::int64_t peer_beat_received_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;
+};
+
+// The address of a hub as gRPC takes it. Long or oddly spelled paths work: the name that gRPC sees is percent-encoded.
+struct GrpcTarget {
+  std::string path;    // the socket file
+  std::string target;  // "unix:..."; valid while `keeps_alive` lives
+  std::shared_ptr<const void> keeps_alive;
+};
+// INVALID_ARGUMENT when the address is not "unix:/path"; else check_owner_only_directory's errors.
+Result<GrpcTarget> grpc_target(const std::string& address);
+
+// Keeps gRPC's own log off standard error, unless GRPC_VERBOSITY asks for it.
+void quiet_grpc();
+
+// INVALID_ARGUMENT, kLimit, when a body is larger than a control message may be.
+Status check_message_size(std::string_view name, std::uint64_t bytes);
+
+// A peer is gone: UNAVAILABLE with its name.
+Status member_gone(const Member& member, std::string_view why, Reason reason = Reason::kPeerLost);
+
+inline constexpr std::uint32_t kByteOrderMark = 0x01020304;
+inline constexpr std::int64_t kControlFlushNs = 2 * kNanosPerSecond;   // what shutdown() waits for queued frames
+inline constexpr std::int64_t kControlAbortNs = 2 * kNanosPerSecond;   // and then for a cancelled stream
+inline constexpr std::int64_t kHelloTimeoutNs = 10 * kNanosPerSecond;  // for a stream that does not say who it is
+
+}  // namespace shardpull

@@ -1,0 +1,450 @@
+// A link: every other process's side of the star, and what both sides need around gRPC.
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+#include <grpc/support/log.h>
+
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "base/units.h"
+#include "base/unix_socket.h"
+#include "control/grpc/codec.h"
+#include "control/grpc/frame_stream.h"
+#include "control/grpc/grpc_control.h"
+#include "shardpull/slice.h"
+
+namespace shardpull {
+
+Result<GrpcTarget> grpc_target(const std::string& address) {
+  constexpr std::string_view kScheme = "unix:";
+  if (!std::string_view(address).starts_with(kScheme) || address.size() == kScheme.size()) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("the control address \"{}\" is not of the form unix:/path/to/socket", address),
+                  {.reason = Reason::kBadArgument});
+  }
+  GrpcTarget out;
+  out.path = address.substr(kScheme.size());
+  SHARDPULL_RETURN_IF_ERROR(check_owner_only_directory(directory_of(out.path), "the control channel's socket"));
+  SHARDPULL_ASSIGN_OR_RETURN(SocketPath socket_path, SocketPath::open(out.path));
+  auto kept = std::make_shared<SocketPath>(std::move(socket_path));
+  out.target = kScheme;
+  for (const char c : kept->name()) {
+    const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '/' || c == '-' ||
+                       c == '_' || c == '.' || c == '~';
+    out.target += plain ? std::string(1, c) : fmt::format("%{:02X}", static_cast<unsigned char>(c));
+  }
+  out.keeps_alive = std::move(kept);
+  return out;
+}
+
+void quiet_grpc() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const char* const wanted = std::getenv("GRPC_VERBOSITY");
+    if (wanted == nullptr || *wanted == '\0') {
+      gpr_set_log_verbosity(static_cast<gpr_log_severity>(static_cast<int>(GPR_LOG_SEVERITY_ERROR) + 1));
+    }
+  });
+}
+
+Status check_message_size(std::string_view name, std::uint64_t bytes) {
+  if (bytes <= kMaxControlMessageBytes) return {};
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("a {} message of {} is above the limit of {} of the control channel", name, format_bytes(bytes),
+                            format_bytes(kMaxControlMessageBytes)),
+                {.reason = Reason::kLimit, .fault = Fault::kUser});
+}
+
+Status member_gone(const Member& member, std::string_view why, Reason reason) {
+  const std::string name = to_string(member);
+  return Status(StatusCode::kUnavailable, fmt::format("{} is gone: {}", name, why),
+                {.reason = reason, .fault = Fault::kPeer, .peer = name});
+}
+
+namespace {
+
+constexpr std::int64_t kRetryNs = 100 * kNanosPerMilli;
+
+gpr_timespec in_ns(std::int64_t ns) {
+  return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_nanos(ns, GPR_TIMESPAN));
+}
+
+// Trying again cannot help: the hub is there and said no.
+bool is_permanent(const Status& status) {
+  switch (status.code()) {
+    case StatusCode::kUnauthenticated:
+    case StatusCode::kFailedPrecondition:
+    case StatusCode::kInvalidArgument:
+    case StatusCode::kPermissionDenied:
+    case StatusCode::kUnimplemented: return true;
+    default: return false;
+  }
+}
+
+class LinkStream final : public FrameStream<grpc::ClientBidiReactor<v1::Frame, v1::Frame>> {
+ public:
+  explicit LinkStream(std::shared_ptr<Dispatcher> dispatcher) : FrameStream(std::move(dispatcher)) {}
+
+  void start(v1::Control::Stub& stub, Handlers handlers, FramePtr hello) {
+    stub.async()->Link(&context_, this);
+    AddHold();  // operations are started outside reactions, until the read side ends
+    open(std::move(handlers));
+    write(std::move(hello)).ignore();
+    StartCall();
+  }
+  // Ends it now, whatever the hub does.
+  void abort() {
+    context_.TryCancel();
+    MutexLock lock(mutex_);
+    if (!reading_) drop_hold();  // no read is under way whose end would do it
+  }
+  // The hub has answered the hello.
+  void welcomed() {
+    {
+      MutexLock lock(mutex_);
+      welcomed_ = true;
+    }
+    done_changed_.notify_all();
+  }
+  bool is_welcomed() {
+    MutexLock lock(mutex_);
+    return welcomed_;
+  }
+  // Waits for the answer to the hello, or the end; true when either came.
+  bool wait_answer(std::int64_t timeout_ns) {
+    MutexLock lock(mutex_);
+    return done_changed_.wait_for_ns(mutex_, timeout_ns,
+                                     [this]() SHARDPULL_NO_THREAD_SAFETY_ANALYSIS { return welcomed_ || done_; });
+  }
+  // Why it ended; OK while it has not.
+  Status final_status() {
+    MutexLock lock(mutex_);
+    return from_grpc_status(final_status_.error_code(), final_status_.error_message(), final_status_.error_details());
+  }
+
+ private:
+  void end_side() override { StartWritesDone(); }
+  void on_read_ended() override { drop_hold(); }
+  void on_write_failed() override {}  // the read side ends too, and OnDone says why
+  void OnDone(const grpc::Status& status) override {
+    {
+      MutexLock lock(mutex_);
+      final_status_ = status;
+    }
+    done();
+  }
+  void drop_hold() SHARDPULL_REQUIRES(mutex_) {
+    closed_ = true;
+    drop_queue();
+    if (!std::exchange(hold_dropped_, true)) RemoveHold();
+  }
+
+  grpc::ClientContext context_;
+  grpc::Status final_status_ SHARDPULL_GUARDED_BY(mutex_);
+  bool welcomed_ SHARDPULL_GUARDED_BY(mutex_) = false;
+  bool hold_dropped_ SHARDPULL_GUARDED_BY(mutex_) = false;
+};
+
+using StreamPtr = std::shared_ptr<LinkStream>;
+
+class GrpcLink final : public Control {
+ public:
+  GrpcLink(const ControlOptions& options, ControlSink& sink)
+      : options_(options), sink_(sink), dispatcher_(std::make_shared<Dispatcher>("shardpull-link")) {}
+  ~GrpcLink() override { shutdown(); }
+
+  Status connect();
+  Status send(const Member& to, ControlBody body) override;
+  void shutdown() override;
+
+ private:
+  StreamPtr try_once();
+  void beat();
+
+  // ---- on the dispatcher ----
+  void take(const StreamPtr& stream, v1::Frame frame);
+  void take_welcome(const StreamPtr& stream, const v1::Welcome& welcome);
+  void take_up(const v1::MemberUp& up);
+  void take_lost(const v1::MemberLost& lost);
+  void ended(const StreamPtr& stream);
+
+  const ControlOptions options_;
+  ControlSink& sink_;
+  const std::shared_ptr<Dispatcher> dispatcher_;
+  GrpcTarget target_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<v1::Control::Stub> stub_;
+  std::unique_ptr<Ticker> ticker_;
+  std::once_flag shutdown_once_;
+  std::atomic<bool> closing_{false};
+
+  Mutex mutex_;
+  CondVar changed_;
+  StreamPtr stream_ SHARDPULL_GUARDED_BY(mutex_);  // the one that was welcomed
+  Status down_ SHARDPULL_GUARDED_BY(mutex_);       // why the link is down, once it is
+  std::map<Member, Incarnation> up_ SHARDPULL_GUARDED_BY(mutex_);
+  std::map<Member, Incarnation> lost_ SHARDPULL_GUARDED_BY(mutex_);  // and not up again
+
+  // The dispatcher's:
+  Member hub_;
+  Incarnation hub_incarnation_ = 0;
+  std::string farewell_;
+  Status broken_;
+};
+
+StreamPtr GrpcLink::try_once() {
+  auto stream = std::make_shared<LinkStream>(dispatcher_);
+  auto hello = std::make_shared<v1::Frame>();
+  v1::Hello& h = *hello->mutable_hello();
+  h.set_token(options_.token);
+  *h.mutable_member() = to_wire(options_.self);
+  h.set_incarnation(options_.incarnation);
+  h.set_software_version(kSoftwareVersion);
+  h.set_wire_version(kWireVersion);
+  h.set_slice_format_version(static_cast<std::uint32_t>(kSliceFormatVersion));
+  h.set_byte_order(kByteOrderMark);
+  const std::weak_ptr<LinkStream> weak = stream;
+  stream->start(*stub_,
+                {.on_frame =
+                     [this, weak](v1::Frame frame) {
+                       if (const StreamPtr self = weak.lock()) take(self, std::move(frame));
+                     },
+                 .on_ended =
+                     [this, weak] {
+                       if (const StreamPtr self = weak.lock()) ended(self);
+                     }},
+                std::move(hello));
+  return stream;
+}
+
+Status GrpcLink::connect() {
+  SHARDPULL_ASSIGN_OR_RETURN(target_, grpc_target(options_.address));
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(static_cast<int>(kMaxControlFrameBytes));
+  arguments.SetMaxSendMessageSize(static_cast<int>(kMaxControlFrameBytes));
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // a connection of its own
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);             // a stream cannot be replayed, and its messages need not be kept
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 20);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 200);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20'000);
+  channel_ = grpc::CreateCustomChannel(target_.target, grpc::InsecureChannelCredentials(), arguments);
+  stub_ = v1::Control::NewStub(channel_);
+
+  const SystemClock& clock = SystemClock::instance();
+  const std::int64_t deadline_ns = clock.now_ns() + options_.connect_timeout_ns;
+  std::int64_t duplicate_until_ns = 0;
+  Status last(StatusCode::kUnavailable, "nobody listens there");
+  for (;;) {
+    const std::int64_t left_ns = deadline_ns - clock.now_ns();
+    if (left_ns <= 0) break;
+    // True to its name, but for a hub that is not there yet: then it returns at the time limit.
+    if (!channel_->WaitForConnected(in_ns(std::min(left_ns, kNanosPerSecond)))) continue;
+    const StreamPtr stream = try_once();
+    if (!stream->wait_answer(std::min(std::max<std::int64_t>(1, deadline_ns - clock.now_ns()), options_.dead_after_ns))) {
+      stream->abort();
+      stream->wait_done(kControlAbortNs);
+      last = Status(StatusCode::kDeadlineExceeded, "the process there accepted the connection and did not answer");
+      continue;
+    }
+    if (stream->is_welcomed()) {
+      ticker_ = std::make_unique<Ticker>("shardpull-beat", options_.heartbeat_ns, [this] { beat(); });
+      return {};
+    }
+    last = stream->final_status();
+    if (is_permanent(last)) return last.with_context(fmt::format("the hub at \"{}\" refused {}", target_.path, to_string(options_.self)));
+    if (last.code() == StatusCode::kAlreadyExists) {
+      // The old process of this number may be dead and not found so yet.
+      if (duplicate_until_ns == 0) {
+        duplicate_until_ns = clock.now_ns() + options_.dead_after_ns + 2 * options_.heartbeat_ns + kNanosPerSecond;
+      }
+      if (clock.now_ns() >= duplicate_until_ns) {
+        return last.with_context(fmt::format("the hub at \"{}\" refused {}", target_.path, to_string(options_.self)));
+      }
+    }
+    MutexLock lock(mutex_);
+    changed_.wait_for_ns(mutex_, std::min(kRetryNs, std::max<std::int64_t>(1, deadline_ns - clock.now_ns())));
+  }
+  return Status(StatusCode::kDeadlineExceeded,
+                fmt::format("no control hub answered at \"{}\" within {} ({}): check that trainer 0 is running, that it was "
+                            "given the same run directory, and that it has not failed at its start",
+                            target_.path, format_duration_ns(options_.connect_timeout_ns), last.message()),
+                {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .retryable = true, .peer = to_string(kSender)});
+}
+
+void GrpcLink::beat() {
+  StreamPtr stream;
+  {
+    MutexLock lock(mutex_);
+    stream = stream_;
+  }
+  if (stream == nullptr) return;
+  if (!stream->beat(SystemClock::instance().now_ns(), options_.heartbeat_ns, options_.dead_after_ns)) return;
+  dispatcher_->post([this, stream] {
+    broken_ = member_gone(hub_, fmt::format("its hub did not answer for {} ms", options_.dead_after_ns / kNanosPerMilli));
+    stream->abort();
+  });
+}
+
+Status GrpcLink::send(const Member& to, ControlBody body) {
+  if (closing_) return member_gone(to, "this control link is shut down", Reason::kShutdown);
+  if (to == options_.self) {
+    dispatcher_->post([this, body = std::make_shared<ControlBody>(std::move(body))] {
+      if (!closing_) sink_.on_control(options_.self, options_.incarnation, std::move(*body));
+    });
+    return {};
+  }
+  auto frame = std::make_shared<v1::Frame>();
+  v1::Routed& routed = *frame->mutable_routed();
+  StreamPtr stream;
+  {
+    MutexLock lock(mutex_);
+    if (!down_.ok()) return down_;
+    if (const auto up = up_.find(to); up != up_.end()) {
+      routed.set_to_incarnation(up->second);
+    } else if (lost_.contains(to)) {
+      return member_gone(to, "it is not connected to the hub");
+    }
+    stream = stream_;
+  }
+  *routed.mutable_to() = to_wire(to);
+  to_wire(body, routed);
+  SHARDPULL_RETURN_IF_ERROR(check_message_size(name_of(body), routed.ByteSizeLong()));
+  return stream->write(std::move(frame));
+}
+
+void GrpcLink::shutdown() {
+  if (dispatcher_->is_current_thread()) {
+    log_error("control: shutdown() called from a callback; ignored, the destructor shuts down");
+    return;
+  }
+  std::call_once(shutdown_once_, [this] {
+    closing_ = true;
+    StreamPtr stream;
+    {
+      MutexLock lock(mutex_);
+      stream = stream_;
+    }
+    if (stream != nullptr) {
+      auto goodbye = std::make_shared<v1::Frame>();
+      goodbye->mutable_goodbye()->set_reason("it left in good order");
+      stream->write(std::move(goodbye)).ignore();
+      stream->end_after_flush();
+      if (!stream->wait_done(kControlFlushNs)) {
+        stream->abort();
+        stream->wait_done(kControlAbortNs);
+      }
+    }
+    if (ticker_ != nullptr) ticker_->stop();
+    dispatcher_->stop();
+    MutexLock lock(mutex_);
+    stream_.reset();
+  });
+}
+
+void GrpcLink::take(const StreamPtr& stream, v1::Frame frame) {
+  const bool welcomed = stream->is_welcomed();
+  if (closing_ && welcomed) return;
+  switch (frame.kind_case()) {
+    case v1::Frame::kWelcome:
+      if (welcomed) break;
+      return take_welcome(stream, frame.welcome());
+    case v1::Frame::kMemberUp:
+      if (!welcomed) break;
+      return take_up(frame.member_up());
+    case v1::Frame::kMemberLost:
+      if (!welcomed) break;
+      return take_lost(frame.member_lost());
+    case v1::Frame::kRouted: {
+      if (!welcomed) break;
+      v1::Routed& routed = *frame.mutable_routed();
+      const std::optional<Member> from = from_wire(routed.from());
+      const Incarnation incarnation = routed.from_incarnation();
+      Result<ControlBody> body = from_wire(std::move(routed));
+      if (!from || !body.ok()) break;
+      sink_.on_control(*from, incarnation, std::move(body).value());
+      return;
+    }
+    case v1::Frame::kGoodbye: farewell_ = frame.goodbye().reason(); return;
+    case v1::Frame::kHello:
+    case v1::Frame::kHeartbeat:
+    case v1::Frame::KIND_NOT_SET: break;
+  }
+  broken_ = Status(StatusCode::kDataLoss, "the hub sent a frame that makes no sense",
+                   {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .peer = to_string(kSender)});
+  log_warn("control: {}", broken_.message());
+  stream->abort();
+}
+
+void GrpcLink::take_welcome(const StreamPtr& stream, const v1::Welcome& welcome) {
+  hub_ = from_wire(welcome.member()).value_or(kSender);
+  hub_incarnation_ = welcome.incarnation();
+  {
+    MutexLock lock(mutex_);
+    stream_ = stream;
+    up_[hub_] = hub_incarnation_;
+  }
+  if (!closing_) sink_.on_member_up(hub_, hub_incarnation_);
+  for (const v1::MemberUp& up : welcome.members()) take_up(up);
+  stream->welcomed();
+}
+
+void GrpcLink::take_up(const v1::MemberUp& up) {
+  const std::optional<Member> member = from_wire(up.member());
+  if (!member) return;
+  {
+    MutexLock lock(mutex_);
+    up_[*member] = up.incarnation();
+    lost_.erase(*member);
+  }
+  if (!closing_) sink_.on_member_up(*member, up.incarnation());
+}
+
+void GrpcLink::take_lost(const v1::MemberLost& lost) {
+  const std::optional<Member> member = from_wire(lost.member());
+  if (!member) return;
+  {
+    MutexLock lock(mutex_);
+    up_.erase(*member);
+    lost_[*member] = lost.incarnation();
+  }
+  Status why = from_wire(lost.why());
+  if (why.ok()) why = member_gone(*member, "the hub does not say why");
+  if (!closing_) sink_.on_member_lost(*member, lost.incarnation(), why);
+}
+
+void GrpcLink::ended(const StreamPtr& stream) {
+  if (!stream->is_welcomed()) return;
+  Status why = broken_;
+  if (why.ok() && !farewell_.empty()) why = member_gone(hub_, farewell_, Reason::kShutdown);
+  if (why.ok()) why = member_gone(hub_, fmt::format("its control link broke: {}", stream->final_status().message()));
+  {
+    MutexLock lock(mutex_);
+    down_ = why;
+  }
+  if (!closing_) sink_.on_member_lost(hub_, hub_incarnation_, why);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Control>> connect_grpc_control(const ControlOptions& options, ControlSink& sink) {
+  quiet_grpc();
+  if (options.token == 0 || options.incarnation == 0 || options.heartbeat_ns <= 0 || options.dead_after_ns <= 0) {
+    return Status(StatusCode::kInvalidArgument, "a control link needs a token, an incarnation, and times above 0",
+                  {.reason = Reason::kBadArgument});
+  }
+  auto link = std::make_unique<GrpcLink>(options, sink);
+  SHARDPULL_RETURN_IF_ERROR(link->connect());
+  return std::unique_ptr<Control>(std::move(link));
+}
+
+}  // namespace shardpull
