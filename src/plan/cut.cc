@@ -111,13 +111,15 @@ class Clip {
       const std::int64_t whole = std::clamp<std::int64_t>(floor_div(band_.period - 1 - rest - at, dim.source) + 1, 0, dim.size);
       return run_range(nest, d, 0, whole, out) && run_each(nest, d, whole, dim.size, out);
     }
+    // An incomplete period, as many whole ones as there are, and an incomplete one.
     const std::int64_t per_period = band_.period / dim.source;
-    const std::int64_t periods = (dim.size - next) / per_period;
-    if (!run_range(nest, d, 0, next, out)) return false;
+    const std::int64_t before = next == per_period ? 0 : next;
+    const std::int64_t periods = (dim.size - before) / per_period;
+    if (!run_range(nest, d, 0, before, out)) return false;
     if (periods > 0) {
       Nest body = nest;
-      body.source += next * dim.source;
-      body.destination += next * dim.destination;
+      body.source += before * dim.source;
+      body.destination += before * dim.destination;
       body.dims[d] = {per_period, dim.source, dim.destination};
       if (periods > 1) {
         body.dims.insert(body.dims.begin() + static_cast<std::ptrdiff_t>(d),
@@ -125,7 +127,7 @@ class Clip {
       }
       if (!run(body, out)) return false;
     }
-    const std::int64_t done = next + periods * per_period;
+    const std::int64_t done = before + periods * per_period;
     return run_range(nest, d, done, dim.size - done, out);
   }
 
@@ -242,9 +244,10 @@ struct PieceShape {
   }
 };
 
-// The box in wire elements.
+// The box in wire elements; nothing when its bounds are not on whole ones, or not on whole bytes.
 std::optional<Box> wire_box(const Box& box, DType dtype, DType wire) {
   const std::int64_t from = dtype_bits(dtype), to = dtype_bits(wire);
+  if (box.start.back() * from % 8 != 0 || box.size.back() * from % 8 != 0) return std::nullopt;
   if (from == to) return box;
   Box scaled = box;
   if (box.start.back() * from % to != 0 || box.size.back() * from % to != 0) return std::nullopt;
@@ -295,7 +298,8 @@ Result<std::vector<Part>> cut_by_pieces(const Scatter& scatter, const TensorMeta
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     const auto box = wire_box(pieces[i].box, meta.dtype, scatter.wire_dtype);
     if (!box) {
-      return plan_unimplemented(fmt::format("'{}' is read as {}, but its piece {} in elements of {} ends within one", meta.name,
+      return plan_unimplemented(fmt::format("'{}' is read as {}, but its piece {} in elements of {} ends within one or within a byte",
+                                            meta.name,
                                             dtype_name(scatter.wire_dtype), to_string(pieces[i].box), dtype_name(meta.dtype)),
                                 meta.name);
     }

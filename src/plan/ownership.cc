@@ -67,6 +67,15 @@ Ranks merged(const Ranks& a, const Ranks& b) {
   return out;
 }
 
+// What is wrong with `box` as a piece of `meta`, or nothing.
+std::optional<std::string> piece_problem(const TensorMeta& meta, const Box& box) {
+  if (auto problem = box_problem(box, meta.shape)) return problem;
+  if (box.whole()) return std::nullopt;
+  const std::int64_t bits = dtype_bits(meta.dtype);
+  if (box.start.back() % 2 * bits % 8 == 0 && box.size.back() % 2 * bits % 8 == 0) return std::nullopt;
+  return fmt::format("box {} of {} does not begin and end on whole bytes", to_string(box), dtype_name(meta.dtype));
+}
+
 // Cuts overlapping boxes, so that all are disjoint and each is held by everybody who holds any box around it. `held` is in
 // canonical order (distinct boxes, ascending), the result too.
 std::vector<HeldBox> disjoint_boxes(std::vector<HeldBox> held) {
@@ -197,7 +206,7 @@ Status check_ownership(const InitTables& tables) {
       const auto wrong = [&](std::string_view problem) {
         return plan_error(fmt::format("pieces[{}] of '{}': {}", at, meta.name, problem), meta.name);
       };
-      if (const auto problem = box_problem(piece.box, meta.shape)) return wrong(*problem);
+      if (const auto problem = piece_problem(meta, piece.box)) return wrong(*problem);
       if (piece.box.whole() || box_empty(piece.box)) return wrong("a piece is a written-out, non-empty box");
       if (piece.owner_class >= own.owner_sets.size()) {
         return wrong(fmt::format("owner class {}: there are {} owner sets", piece.owner_class, own.owner_sets.size()));
@@ -300,7 +309,7 @@ Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata, con
       if (bit(holding->whole, piece.name)) {
         return plan_error(fmt::format("trainer rank {} holds '{}' whole and in pieces", rank, meta.name), meta.name);
       }
-      if (const auto problem = box_problem(piece.box, meta.shape)) {
+      if (const auto problem = piece_problem(meta, piece.box)) {
         return plan_error(fmt::format("trainer rank {}, '{}': {}", rank, meta.name, *problem), meta.name);
       }
       const bool covers = piece.box.whole() || box_covers(piece.box, meta.shape);
