@@ -447,34 +447,24 @@ struct ProducerMachine::State {
     if (Status status = check_pulls(pulls, tables, config.rank); !status.ok()) {
       return status.with_context(worker_name(consumer));
     }
-    table.by_seq.resize(pulls.size());
-    for (const PullDescription& pull : pulls) {
+    for (const PullDescription& pull : pulls) {  // in seq order, distinct, of known groups: checked above
       const std::string what = fmt::format("chunk {} run {}", pull.chunk_id, pull.run);
-      if (pull.lane != Lane{config.rank, consumer % sharing, LaneKind::kRegular}) {
-        return refuse(fmt::format("{} is in the lane of trainer {}, sharing group {}; expected the regular lane of trainer {}, "
-                                  "sharing group {}",
-                                  what, pull.lane.producer, pull.lane.sharing_group, config.rank, consumer % sharing));
+      if (pull.lane.sharing_group != consumer % sharing) {
+        return refuse(fmt::format("{} is in the lane of sharing group {}, not {}", what, pull.lane.sharing_group,
+                                  consumer % sharing));
       }
-      if (pull.seq >= pulls.size() || table.by_seq[pull.seq]) {
-        return refuse(fmt::format("{} has seq {}, out of range or twice in its lane", what, pull.seq));
-      }
-      if (pull.group >= groups.size()) return refuse(fmt::format("{} is of unknown group {}", what, pull.group));
       if (pull.path == Path::kPacked && pull.bytes > slot_bytes) {
         return refuse(fmt::format("{} packs {} bytes, more than the {} bytes reserved", what, pull.bytes, slot_bytes));
       }
       const auto& held = groups[pull.group].held;
       for (const ChunkKey& key : pull.keys) {
         if (!std::binary_search(held.begin(), held.end(), std::pair(key.name, key.piece))) {
-          return refuse(fmt::format("{} asks for '{}', which {} never serves in group {}", what,
-                                    key.name < tables.metadata.size() ? tables.metadata[key.name].name
-                                                                      : fmt::format("name {}", key.name),
+          return refuse(fmt::format("{} asks for '{}', which {} never serves in group {}", what, tables.metadata[key.name].name,
                                     me(), pull.group));
         }
       }
-      if (!table.seq_of.emplace(PullTable::key(pull.chunk_id, pull.run), pull.seq).second) {
-        return refuse(fmt::format("{} is described twice", what));
-      }
-      table.by_seq[pull.seq] = std::make_shared<const PullDescription>(pull);
+      table.seq_of.emplace(PullTable::key(pull.chunk_id, pull.run), static_cast<std::uint32_t>(table.by_seq.size()));
+      table.by_seq.push_back(std::make_shared<const PullDescription>(pull));
     }
     return {};
   }

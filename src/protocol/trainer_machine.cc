@@ -406,7 +406,9 @@ void SenderMachine::rank_lost(std::int64_t now_ns, std::uint32_t rank, const Sta
 void SenderMachine::consumer_lost(std::int64_t now_ns, std::uint32_t consumer, const Status& why, SenderActions& out) {
   State& s = *state_;
   s.gone.insert({Role::kWorker, consumer});
-  if (s.phase == Phase::kIdle || consumer >= s.consumers.size() || !s.in_sync(s.consumers[consumer])) return;
+  if (s.phase == Phase::kIdle || consumer >= s.consumers.size() || s.consumers[consumer] == Progress::kAbsent) return;
+  if (std::find(s.lost.begin(), s.lost.end(), consumer) != s.lost.end()) return;
+  std::erase(s.dropped, consumer);  // a mate of one lost before is lost itself now
   s.consumers[consumer] = Progress::kLost;
   s.lost.push_back(consumer);
   std::sort(s.lost.begin(), s.lost.end());
