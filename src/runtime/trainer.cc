@@ -952,7 +952,10 @@ Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
                   {.reason = Reason::kMetadataMismatch});
   }
   const GroupTensors& tensors = **next;
-  SHARDPULL_RETURN_IF_ERROR(check_group(tensors, group));
+  if (const Status wrong = check_group(tensors, group); !wrong.ok()) {
+    stream.released(tensors.group);  // refused: nobody reads it
+    return wrong;
+  }
   std::uint64_t bytes = 0;
   for (const NamedView& entry : tensors.tensors) {
     if (!entry.view) continue;
@@ -982,6 +985,7 @@ Status Trainer::Impl::expect_end(GroupStream& stream) {
   auto next = stream.next();
   if (!next.ok()) return next.status().with_context(fmt::format("the weight source of trainer {} at its end", options.rank));
   if (next->has_value()) {
+    stream.released((*next)->group);
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("the weight source of trainer {} gave group {} after its last one", options.rank, (*next)->group),
                   {.reason = Reason::kMetadataMismatch});
