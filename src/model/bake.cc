@@ -6,6 +6,10 @@
 //   judge     per module: unattributed copies, uncuttable overlaps, coverage by union
 //   end       the model gets everything back, whatever happened
 //
+// A bake of a dynamic language has to look at every parameter afterwards (replaced? rebound? holding a fake?). Here nothing of
+// that can happen: while a model bakes, adding modules or parameters and binding memory are refused, and a Parameter has no
+// place for a tensor.
+//
 // Attribution: the innermost running Parameter::load names the parameter; a write counts when its destination lies in that
 // parameter's storage.
 #include "shardpull/bake.h"
@@ -351,6 +355,7 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
   for (const auto& [name, module] : recorder.feeds) fed[module] = true;
 
   std::vector<std::string> unfed;  // parameters that nothing feeds, in modules that nothing feeds
+  std::string first_unfed;
   for (const auto& module : model.modules()) {
     recording.modules.push_back({module->name(), module->type(), false, static_cast<bool>(module->post_process())});
   }
@@ -379,6 +384,7 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
       if (fed[module]) {
         problems.push_back(line);
       } else {
+        if (unfed.empty()) first_unfed = parameter.full_name();
         unfed.push_back(line);
       }
     }
@@ -436,7 +442,7 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
     errors.push_back(std::to_string(unbaked.size()) + " live name(s) did not bake (unbaked=strict): " + describe_list(unbaked) +
                      ". Why: " + describe_list(reasons, "; "));
   }
-  if (!errors.empty()) return bake_error("the bake failed: " + describe_list(errors, ". "), first_name);
+  if (!errors.empty()) return bake_error("the bake failed: " + describe_list(errors, ". "), first_name.empty() ? first_unfed : first_name);
 
   // Windows.
   for (const auto& module : model.modules()) {

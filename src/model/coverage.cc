@@ -7,8 +7,8 @@
 namespace shardpull {
 namespace {
 
-// Above this many runs in one question a bitmap is used instead of sorted intervals (64 MiB of them).
-constexpr std::int64_t kMaxSortedRuns = std::int64_t{1} << 22;
+// Above this many runs in one question a bitmap is used instead of sorted intervals (16 MiB of them).
+constexpr std::int64_t kMaxSortedRuns = std::int64_t{1} << 20;
 
 template <typename Visit>  // visit(begin, end) in no particular order
 void for_each_run(const BitWindow& window, const Visit& visit) {
@@ -82,12 +82,26 @@ class GranuleMap {
     return fresh;
   }
 
-  // Runs of the window whose marks equal `marked`, joined.
-  std::vector<BitRun> select(const BitWindow& window, bool marked) const {
+  // The lowest granule of the window that is not marked.
+  std::optional<BitRun> first_unmarked(const BitWindow& window) const {
+    std::optional<BitRun> first;
+    for_each_run(window, [&](std::int64_t begin, std::int64_t end) {
+      for (auto i = index(begin); i < index(end); ++i) {
+        if (bits_[i]) continue;
+        const std::int64_t at = begin_ + static_cast<std::int64_t>(i) * granule_;
+        if (!first || at < first->begin) first = BitRun{at, at + granule_};
+        return;
+      }
+    });
+    return first;
+  }
+
+  // Runs of the window that are not marked, joined.
+  std::vector<BitRun> unmarked(const BitWindow& window) const {
     std::vector<BitRun> out;
     for_each_run(window, [&](std::int64_t begin, std::int64_t end) {
       for (auto i = index(begin); i < index(end); ++i) {
-        if (bits_[i] != marked) continue;
+        if (bits_[i]) continue;
         const std::int64_t at = begin_ + static_cast<std::int64_t>(i) * granule_;
         if (!out.empty() && out.back().end == at) {
           out.back().end = at + granule_;
@@ -198,7 +212,7 @@ std::vector<BitRun> runs_of(const BitWindow& window) {
 
 bool intersects(const BitWindow& a, const BitWindow& b) { return spans_touch(a, b) && !disjoint({a, b}); }
 
-bool contains(const BitWindow& outer, const BitWindow& inner) { return difference(inner, outer).empty(); }
+bool contains(const BitWindow& outer, const BitWindow& inner) { return !first_gap(inner, {outer}); }
 
 std::vector<BitRun> difference(const BitWindow& a, const BitWindow& b) {
   if (a.empty()) return {};
@@ -206,7 +220,7 @@ std::vector<BitRun> difference(const BitWindow& a, const BitWindow& b) {
   if (a.run_count() + b.run_count() > kMaxSortedRuns) {
     GranuleMap map({a, b});
     map.mark(b);
-    return map.select(a, false);
+    return map.unmarked(a);
   }
   const std::vector<BitRun> from = runs_of(a);
   const std::vector<BitRun> minus = runs_of(b);
@@ -240,33 +254,30 @@ bool disjoint(const std::vector<BitWindow>& windows) {
 
 std::optional<BitRun> first_gap(const BitWindow& whole, const std::vector<BitWindow>& windows) {
   if (whole.empty()) return std::nullopt;
-  std::vector<BitRun> gaps;
   if (whole.run_count() + total_runs(windows) > kMaxSortedRuns) {
     std::vector<BitWindow> all = windows;
     all.push_back(whole);
     GranuleMap map(all);
     for (const BitWindow& window : windows) map.mark(window);
-    gaps = map.select(whole, false);
-  } else {
-    std::vector<BitRun> covered;
-    for (const BitWindow& window : windows) {
-      for_each_run(window, [&](std::int64_t begin, std::int64_t end) { covered.push_back({begin, end}); });
-    }
-    normalise_runs(covered);
-    std::size_t j = 0;
-    for (const BitRun& run : runs_of(whole)) {
-      std::int64_t at = run.begin;
-      while (at < run.end) {
-        while (j < covered.size() && covered[j].end <= at) ++j;
-        if (j == covered.size() || covered[j].begin > at) {
-          return BitRun{at, j == covered.size() ? run.end : std::min(run.end, covered[j].begin)};
-        }
-        at = covered[j].end;
+    return map.first_unmarked(whole);
+  }
+  std::vector<BitRun> covered;
+  for (const BitWindow& window : windows) {
+    for_each_run(window, [&](std::int64_t begin, std::int64_t end) { covered.push_back({begin, end}); });
+  }
+  normalise_runs(covered);
+  std::size_t j = 0;
+  for (const BitRun& run : runs_of(whole)) {
+    std::int64_t at = run.begin;
+    while (at < run.end) {
+      while (j < covered.size() && covered[j].end <= at) ++j;
+      if (j == covered.size() || covered[j].begin > at) {
+        return BitRun{at, j == covered.size() ? run.end : std::min(run.end, covered[j].begin)};
       }
+      at = covered[j].end;
     }
   }
-  if (gaps.empty()) return std::nullopt;
-  return gaps.front();
+  return std::nullopt;
 }
 
 }  // namespace shardpull

@@ -51,7 +51,7 @@ std::vector<BitRun> difference(const BitWindow& a, const BitWindow& b);
 
 // True when no two of the windows share a bit.
 bool disjoint(const std::vector<BitWindow>& windows);
-// The first run of `whole` that no window touches; nothing when the union covers it.
+// The first bits of `whole` that no window touches (as far as they go, or less); nothing when the union covers it.
 std::optional<BitRun> first_gap(const BitWindow& whole, const std::vector<BitWindow>& windows);
 
 }  // namespace shardpull

@@ -90,7 +90,7 @@ RC_GTEST_PROP(Coverage, AgreesWithPlainSets, ()) {
 
 // Every second column of a large matrix: millions of runs, answered by a bitmap.
 TEST(Coverage, InterleavedColumnsOfALargeMatrix) {
-  const std::int64_t rows = 2048, cols = 4096;
+  const std::int64_t rows = 1024, cols = 2048;
   const BitWindow whole = bit_window(DType::kBF16, 0, {rows, cols}, {cols, 1});
   const BitWindow even = bit_window(DType::kBF16, 0, {rows, cols / 2}, {cols, 2});
   const BitWindow odd = bit_window(DType::kBF16, 1, {rows, cols / 2}, {cols, 2});
