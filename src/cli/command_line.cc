@@ -1,0 +1,426 @@
+#include "cli/command_line.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <string_view>
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include "base/identity.h"
+#include "base/limits.h"
+#include "base/units.h"
+
+namespace shardpull::cli {
+namespace {
+
+constexpr std::int64_t kMaxSyncs = 1'000'000'000;
+
+// ---- options with the library's own parsers ---------------------------------------------------------------------------
+
+// The value of a Result, or the parse error that shows its message.
+template <typename T>
+T value_or_throw(Result<T> result) {
+  if (!result.ok()) throw CLI::ValidationError(result.status().message());
+  return std::move(result).value();
+}
+
+// An option whose text is read by `parse`. `type` is what help shows in place of the value.
+CLI::Option* add_text(CLI::App& app, const std::string& flag, const std::string& help, const std::string& type,
+                      std::function<void(const std::string&)> parse, const std::string& standard = "") {
+  CLI::Option* const option = app.add_option_function<std::string>(flag, std::move(parse), help);
+  option->type_name(type);
+  if (!standard.empty()) option->default_str(standard);
+  return option;
+}
+
+template <typename T>
+CLI::Option* add_integer(CLI::App& app, const std::string& flag, T& target, std::int64_t low, std::int64_t high,
+                         const std::string& help) {
+  const std::string name = flag;
+  return add_text(
+      app, flag, help, "N",
+      [&target, name, low, high](const std::string& text) {
+        target = static_cast<T>(value_or_throw(parse_integer(text, name, low, high)));
+      },
+      fmt::format("{}", target));
+}
+
+CLI::Option* add_optional_integer(CLI::App& app, const std::string& flag, std::optional<std::int64_t>& target, std::int64_t low,
+                                  std::int64_t high, const std::string& help) {
+  return add_text(app, flag, help, "N", [&target, flag, low, high](const std::string& text) {
+    target = value_or_throw(parse_integer(text, flag, low, high));
+  });
+}
+
+std::string exact_bytes(std::uint64_t bytes) {
+  for (const auto& [name, factor] : {std::pair{"GiB", 1ull << 30}, {"MiB", 1ull << 20}, {"KiB", 1ull << 10}}) {
+    if (bytes != 0 && bytes % factor == 0) return fmt::format("{}{}", bytes / factor, name);
+  }
+  return fmt::format("{}", bytes);
+}
+
+CLI::Option* add_bytes(CLI::App& app, const std::string& flag, std::uint64_t& target, const std::string& help) {
+  return add_text(
+      app, flag, help, "BYTES",
+      [&target, flag](const std::string& text) { target = value_or_throw(parse_bytes(text, flag)); }, exact_bytes(target));
+}
+
+std::string exact_duration(std::int64_t ns) {
+  for (const auto& [name, factor] : {std::pair{"s", 1'000'000'000ll}, {"ms", 1'000'000ll}, {"us", 1'000ll}}) {
+    if (ns % factor == 0) return fmt::format("{}{}", ns / factor, name);
+  }
+  return fmt::format("{}ns", ns);
+}
+
+CLI::Option* add_duration(CLI::App& app, const std::string& flag, std::int64_t& target, const std::string& help) {
+  return add_text(
+      app, flag, help, "TIME",
+      [&target, flag](const std::string& text) {
+        const std::int64_t ns = value_or_throw(parse_duration_ns(text, flag));
+        if (ns < 1'000'000) throw CLI::ValidationError(fmt::format("{}: \"{}\" is below 1ms", flag, text));
+        target = ns;
+      },
+      exact_duration(target));
+}
+
+// One of a closed list of words.
+template <typename T, std::size_t N>
+CLI::Option* add_choice(CLI::App& app, const std::string& flag, T& target, const std::array<std::pair<const char*, T>, N>& words,
+                        const std::string& help) {
+  std::string type;
+  std::string standard;
+  for (const auto& [word, value] : words) {
+    type += (type.empty() ? "" : "|") + std::string(word);
+    if (value == target && standard.empty()) standard = word;
+  }
+  return add_text(
+      app, flag, help, type,
+      [&target, flag, words, type](const std::string& text) {
+        for (const auto& [word, value] : words) {
+          if (text != word) continue;
+          target = value;
+          return;
+        }
+        throw CLI::ValidationError(fmt::format("{}: \"{}\" is unknown; expected {}", flag, text, type));
+      },
+      standard);
+}
+
+// ---- groups of options ------------------------------------------------------------------------------------------------
+
+constexpr std::array<std::pair<const char*, PathChoice>, 3> kPaths = {
+    {{"auto", PathChoice::kAuto}, {"packed", PathChoice::kPacked}, {"mapped", PathChoice::kMapped}}};
+
+std::string_view word_of(PathChoice path) {
+  for (const auto& [word, value] : kPaths) {
+    if (value == path) return word;
+  }
+  return "auto";
+}
+
+void add_shape(CLI::App& app, std::optional<ShapeSpec>& target) {
+  add_text(app, "--shape", "A shape of the catalogue, such as qwen3-8b:tiny", "KEY:tiny|scaled|full",
+           [&target](const std::string& text) {
+             auto spec = parse_shape_spec(text);
+             if (!spec.ok()) throw CLI::ValidationError("--shape: " + spec.status().message());
+             target = *spec;
+           });
+}
+
+void add_overrides(CLI::App& app, ShapeOverrides& overrides) {
+  const std::string group = "Changes to a shape";
+  add_optional_integer(app, "--vocab", overrides.vocab, 1, (std::int64_t{1} << 31) - 1, "Vocabulary size")->group(group);
+  add_optional_integer(app, "--layers", overrides.layers, 1, 10'000, "Number of layers")->group(group);
+  add_optional_integer(app, "--kv-heads", overrides.kv_heads, 1, std::numeric_limits<std::int32_t>::max(),
+                       "Key/value heads; must divide the attention heads")
+      ->group(group);
+  CLI::Option* const tied =
+      app.add_flag_function("--tied", [&overrides](std::int64_t) { overrides.tied = true; }, "The head shares the embedding");
+  CLI::Option* const untied =
+      app.add_flag_function("--untied", [&overrides](std::int64_t) { overrides.tied = false; }, "The head has its own tensor");
+  tied->excludes(untied)->group(group);
+  untied->group(group);
+}
+
+void add_model(CLI::App& app, ModelArguments& model) {
+  app.add_option("--model", model.directory, "A Hugging Face directory: config.json and safetensors files")->type_name("DIR");
+  add_shape(app, model.shape);
+  add_overrides(app, model.overrides);
+}
+
+void check_model(const CLI::App& app, const ModelArguments& model) {
+  if (model.directory.empty() == !model.shape) {
+    throw CLI::ValidationError(fmt::format("{}: expected exactly one of --model DIR and --shape KEY:SIZE", app.get_name()));
+  }
+  if (model.shape) return;
+  for (const char* const flag : {"--vocab", "--layers", "--kv-heads", "--tied", "--untied"}) {
+    if (app.count(flag) != 0) throw CLI::ValidationError(fmt::format("{}: changes a shape; it needs --shape", flag));
+  }
+}
+
+void add_fleet(CLI::App& app, FleetArguments& fleet) {
+  add_text(
+      app, "--trainer", "How the trainer holds the model", "pp=N",
+      [&fleet](const std::string& text) { fleet.trainer = value_or_throw(parse_trainer_layout(text)); },
+      to_string(fleet.trainer));
+  add_text(
+      app, "--inference", "How the workers hold the model", "tp=N,pp=N,..",
+      [&fleet](const std::string& text) { fleet.inference = value_or_throw(parse_inference_layout(text)); },
+      to_string(fleet.inference));
+  const std::string group = "Transfer";
+  add_integer(app, "--ring-depth", fleet.ring_depth, 1, kMaxRingDepth, "Slots and pulls in flight")->group(group);
+  add_integer(app, "--lookahead", fleet.lookahead, 0, 1'000'000, "Groups a rank holds beyond the one being pulled")->group(group);
+  add_bytes(app, "--max-chunk-bytes", fleet.max_chunk_bytes, "No chunk is larger unless a single row is; 0 = no limit")
+      ->group(group);
+  add_bytes(app, "--export-pack-limit", fleet.export_pack_limit_bytes,
+            "Tensors up to this size are packed into export buffers, larger ones are served where they are")
+      ->group(group);
+  add_choice(app, "--path", fleet.path, kPaths, "How bytes travel; auto = mapped where peers can map the memory")->group(group);
+  static bool shared_memory = true;  // the one transport there is
+  static constexpr std::array<std::pair<const char*, bool>, 2> kTransports = {{{"auto", true}, {"shm", true}}};
+  add_choice(app, "--transport", shared_memory, kTransports, "What carries them; auto = shm, shared memory of one host")
+      ->group(group);
+  add_duration(app, "--connect-timeout", fleet.connect_timeout_ns, "How long a process waits for the others")->group(group);
+  add_duration(app, "--stall-timeout", fleet.stall_timeout_ns, "A sync without progress for this long fails")->group(group);
+}
+
+void add_versions(CLI::App& app, VersionArguments& versions) {
+  const std::string group = "Syncs";
+  add_integer(app, "--syncs", versions.syncs, 1, kMaxSyncs, "Number of syncs")->group(group);
+  app.add_flag_function("--no-mutate", [&versions](std::int64_t) { versions.mutate = false; },
+                        "Send the checkpoint in every sync instead of changing all bytes between syncs")
+      ->group(group);
+  add_integer(app, "--seed", versions.seed, 0, std::numeric_limits<std::int64_t>::max() / 2,
+              "The first sync sends this version; 0 is the checkpoint itself")
+      ->group(group);
+}
+
+void add_process(CLI::App& app, ProcessArguments& process) {
+  app.add_option("--fleet-dir", process.fleet_directory, "Owner-only directory in which the fleet meets; the same for all")
+      ->type_name("DIR")
+      ->required();
+  app.add_option("--token-file", process.token_file,
+                 "File with the fleet's token, 16 hexadecimal digits; else the environment variable SHARDPULL_TOKEN")
+      ->type_name("FILE");
+}
+
+void add_launcher_fd(CLI::App& app, int& fd) {
+  add_integer(app, "--launcher-fd", fd, -1, 1 << 20, "")->group("");  // hidden: for the launcher
+}
+
+void add_withhold(CLI::App& app, std::vector<std::string>& names) {
+  app.add_option("--withhold", names, "No rank holds this tensor (to see what happens then); may be repeated")
+      ->type_name("NAME")
+      ->group("Faults");
+}
+
+// ---- messages ---------------------------------------------------------------------------------------------------------
+
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0]++;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
+    }
+  }
+  return row[b.size()];
+}
+
+// The known word nearest to a mistyped one, when it is near.
+std::string nearest(std::string_view word, const std::vector<std::string>& known) {
+  std::string best;
+  std::size_t distance = std::max<std::size_t>(2, word.size() / 3) + 1;
+  for (const std::string& candidate : known) {
+    const std::size_t d = edit_distance(word, candidate);
+    if (d < distance) {
+      distance = d;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
+std::string unexpected(const CLI::App& app, std::string_view word) {
+  std::vector<std::string> known;
+  if (word.starts_with('-')) {
+    for (const CLI::Option* option : app.get_options()) {
+      if (option->get_group().empty()) continue;
+      for (const std::string& name : option->get_lnames()) known.push_back("--" + name);
+    }
+  } else {
+    for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) known.push_back(command->get_name());
+  }
+  const std::string_view bare = word.substr(0, word.find('='));
+  const std::string near = nearest(bare, known);
+  std::string text = fmt::format("{} {} is unknown", word.starts_with('-') ? "flag" : "argument", bare);
+  if (!near.empty()) text += fmt::format("; did you mean {}?", near);
+  return text;
+}
+
+Notice wrong_use(const CLI::App& app, const std::string& message) {
+  const std::string command = app.get_parent() == nullptr ? app.get_name() : app.get_parent()->get_name() + " " + app.get_name();
+  return {kExitUsage, fmt::format("error: {}\n`{} --help` lists what is accepted\n", message, command)};
+}
+
+}  // namespace
+
+std::vector<std::string> to_flags(const FleetArguments& fleet) {
+  return {"--trainer", to_string(fleet.trainer), "--inference", to_string(fleet.inference),
+          "--ring-depth", fmt::format("{}", fleet.ring_depth), "--lookahead", fmt::format("{}", fleet.lookahead),
+          "--max-chunk-bytes", exact_bytes(fleet.max_chunk_bytes),
+          "--export-pack-limit", exact_bytes(fleet.export_pack_limit_bytes), "--path", std::string(word_of(fleet.path)),
+          "--connect-timeout", exact_duration(fleet.connect_timeout_ns),
+          "--stall-timeout", exact_duration(fleet.stall_timeout_ns)};
+}
+
+std::vector<std::string> to_flags(const VersionArguments& versions) {
+  std::vector<std::string> flags = {"--syncs", fmt::format("{}", versions.syncs), "--seed", fmt::format("{}", versions.seed)};
+  if (!versions.mutate) flags.push_back("--no-mutate");
+  return flags;
+}
+
+Command parse_command_line(const std::vector<std::string>& words) {
+  CLI::App app{"Moves the weights of a training fleet to an inference fleet, each worker only what it keeps.", "shardpull"};
+  app.set_version_flag("--version", fmt::format("shardpull {}", kSoftwareVersion));
+  app.require_subcommand(0, 1);
+  app.get_formatter()->column_width(34);
+
+  GenerateArguments generate;
+  std::optional<ShapeSpec> generate_shape;
+  CLI::App* const generate_app = app.add_subcommand("generate", "Write a checkpoint of a known shape with position-coded bytes");
+  add_shape(*generate_app, generate_shape);
+  generate_app->get_option("--shape")->required();
+  generate_app->add_option("--out", generate.directory, "The directory to make")->type_name("DIR")->required();
+  add_overrides(*generate_app, generate.overrides);
+  add_launcher_fd(*generate_app, generate.launcher_fd);
+
+  InspectArguments inspect;
+  CLI::App* const inspect_app = app.add_subcommand("inspect", "Show what a checkpoint holds and what is wrong with it");
+  inspect_app->add_option("path", inspect.path, "A Hugging Face directory or one safetensors file")
+      ->type_name("DIR|FILE")
+      ->required();
+  inspect_app->add_flag("--json", inspect.json, "One JSON object on standard output");
+
+  PlanArguments plan;
+  CLI::App* const plan_app = app.add_subcommand("plan", "Bake and plan every worker without running a fleet");
+  add_model(*plan_app, plan.model);
+  add_fleet(*plan_app, plan.fleet);
+  add_withhold(*plan_app, plan.withhold);
+  plan_app->add_option("--explain", plan.explain, "Who serves this tensor to whom, by which path, and why")->type_name("NAME");
+  plan_app->add_flag("--summary", plan.summary, "Only bytes, chunks and slots per worker");
+  plan_app->add_flag("--json", plan.json, "One JSON object on standard output");
+
+  SyncArguments sync;
+  CLI::App* const sync_app =
+      app.add_subcommand("sync", "Start a trainer fleet and an inference fleet on this host and sync weights between them");
+  add_model(*sync_app, sync.model);
+  add_fleet(*sync_app, sync.fleet);
+  add_versions(*sync_app, sync.versions);
+  add_withhold(*sync_app, sync.withhold);
+  sync_app->add_flag("--verify", sync.verify, "After each sync load every worker's parameters a second time and compare all bytes");
+  sync_app->add_option("--dump", sync.dump, "Write worker-<id>.safetensors here after the last sync")->type_name("DIR");
+  sync_app->add_flag("--json", sync.json, "One JSON object on standard output");
+
+  TrainerArguments trainer;
+  CLI::App* const trainer_app = app.add_subcommand("trainer", "One trainer rank; rank 0 is the sender and drives the syncs");
+  add_integer(*trainer_app, "--rank", trainer.rank, 0, kMaxRanks - 1, "This process's rank")->required()->default_str("");
+  trainer_app->add_option("--model", trainer.model, "The checkpoint this fleet trains")->type_name("DIR")->required();
+  add_process(*trainer_app, trainer.process);
+  add_fleet(*trainer_app, trainer.fleet);
+  add_versions(*trainer_app, trainer.versions);
+  trainer_app->add_flag("--verify", trainer.verify, "Wait for the verdicts of workers that run with --verify");
+  add_withhold(*trainer_app, trainer.withhold);
+  add_launcher_fd(*trainer_app, trainer.process.launcher_fd);
+
+  WorkerArguments worker;
+  CLI::App* const worker_app = app.add_subcommand("worker", "One inference worker");
+  add_integer(*worker_app, "--id", worker.id, 0, kMaxRanks - 1, "This worker's id over the whole fleet")->required()->default_str("");
+  worker_app->add_option("--model", worker.model, "The checkpoint (its config.json; its tensors with --verify)")
+      ->type_name("DIR")
+      ->required();
+  add_process(*worker_app, worker.process);
+  add_fleet(*worker_app, worker.fleet);
+  worker_app->add_flag("--verify", worker.verify, "After each sync load the parameters a second time and compare all bytes");
+  worker_app->add_option("--dump", worker.dump, "Write worker-<id>.safetensors here at the end")->type_name("DIR");
+  add_launcher_fd(*worker_app, worker.process.launcher_fd);
+
+  const auto chosen = [&]() -> const CLI::App& {
+    const auto commands = app.get_subcommands();
+    return commands.empty() ? app : *commands.front();
+  };
+  try {
+    app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // CLI11 takes them from the back
+    if (generate_app->parsed()) {
+      generate.shape = *generate_shape;
+      return generate;
+    }
+    if (inspect_app->parsed()) return inspect;
+    if (plan_app->parsed()) {
+      check_model(*plan_app, plan.model);
+      return plan;
+    }
+    if (sync_app->parsed()) {
+      check_model(*sync_app, sync.model);
+      if (sync.model.shape && sync.model.shape->size == ShapeSize::kFull) {
+        throw CLI::ValidationError(
+            "--shape: a full shape has names and sizes but no bytes to send; use tiny or scaled, or `shardpull plan`");
+      }
+      return sync;
+    }
+    if (trainer_app->parsed()) {
+      if (trainer.rank >= trainer.fleet.trainer.ranks()) {
+        throw CLI::ValidationError(fmt::format("--rank: {} is not below the {} ranks of --trainer {}", trainer.rank,
+                                               trainer.fleet.trainer.ranks(), to_string(trainer.fleet.trainer)));
+      }
+      return trainer;
+    }
+    if (worker_app->parsed()) {
+      if (worker.id >= workers(worker.fleet.inference)) {
+        throw CLI::ValidationError(fmt::format("--id: {} is not below the {} workers of --inference {}", worker.id,
+                                               workers(worker.fleet.inference), to_string(worker.fleet.inference)));
+      }
+      return worker;
+    }
+    return Notice{kExitUsage, app.help()};
+  } catch (const CLI::CallForHelp&) {
+    return Notice{kExitDone, app.help()};
+  } catch (const CLI::CallForAllHelp&) {
+    return Notice{kExitDone, app.help("", CLI::AppFormatMode::All)};
+  } catch (const CLI::CallForVersion& version) {
+    return Notice{kExitDone, std::string(version.what()) + "\n"};
+  } catch (const CLI::ExtrasError&) {
+    const auto extras = chosen().remaining();
+    const auto& words_left = extras.empty() ? app.remaining() : extras;
+    return wrong_use(chosen(), words_left.empty() ? "an argument is unknown" : unexpected(chosen(), words_left.front()));
+  } catch (const CLI::ParseError& error) {
+    return wrong_use(chosen(), error.what());
+  }
+}
+
+int run(int argc, const char* const* argv) {
+  const Command command = parse_command_line(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
+  struct Runner {
+    int operator()(const Notice& notice) const {
+      std::fputs(notice.text.c_str(), notice.exit_code == kExitDone ? stdout : stderr);
+      return notice.exit_code;
+    }
+    int operator()(const GenerateArguments& arguments) const { return run_generate(arguments); }
+    int operator()(const InspectArguments& arguments) const { return run_inspect(arguments); }
+    int operator()(const PlanArguments& arguments) const { return run_plan(arguments); }
+    int operator()(const SyncArguments& arguments) const { return run_sync(arguments); }
+    int operator()(const TrainerArguments& arguments) const { return run_trainer(arguments); }
+    int operator()(const WorkerArguments& arguments) const { return run_worker(arguments); }
+  };
+  return std::visit(Runner{}, command);
+}
+
+}  // namespace shardpull::cli

@@ -1,0 +1,114 @@
+// The subcommands of `shardpull`: what each takes, and the function that does it.
+//
+// Exit codes: 0 done (for a verified sync: exact), 1 failed or not exact, 2 wrong use.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "checkpoint/shapes.h"
+#include "cli/layouts.h"
+#include "shardpull/worker.h"
+
+namespace shardpull::cli {
+
+inline constexpr int kExitDone = 0;
+inline constexpr int kExitFailed = 1;
+inline constexpr int kExitUsage = 2;
+
+// A checkpoint directory or a shape of the catalogue; exactly one.
+struct ModelArguments {
+  std::string directory;
+  std::optional<ShapeSpec> shape;
+  ShapeOverrides overrides;  // of the shape
+};
+
+// What all processes of a fleet must agree on. Every process is started with the same.
+struct FleetArguments {
+  TrainerLayout trainer;
+  InferenceLayout inference;
+  std::uint32_t lookahead = 1;
+  std::uint32_t ring_depth = 2;
+  std::uint64_t max_chunk_bytes = 64ull << 20;
+  std::uint64_t export_pack_limit_bytes = 64ull << 20;
+  PathChoice path = PathChoice::kAuto;
+  std::int64_t connect_timeout_ns = 60'000'000'000;
+  std::int64_t stall_timeout_ns = 300'000'000'000;
+};
+
+// Which bytes each sync sends.
+struct VersionArguments {
+  std::uint32_t syncs = 1;
+  bool mutate = true;
+  std::uint64_t seed = 0;
+  // Sync i of 1, 2, ... sends version seed + i - 1; without mutation always 0, the checkpoint.
+  std::uint64_t version_of(std::uint32_t sync) const { return mutate ? seed + sync - 1 : 0; }
+};
+
+// How a process finds its fleet.
+struct ProcessArguments {
+  std::string fleet_directory;
+  std::string token_file;  // empty: the environment variable SHARDPULL_TOKEN
+  int launcher_fd = -1;    // a socket of the launcher that started this process; -1: started by hand
+};
+
+struct GenerateArguments {
+  ShapeSpec shape;
+  ShapeOverrides overrides;
+  std::string directory;
+  int launcher_fd = -1;
+};
+
+struct InspectArguments {
+  std::string path;
+  bool json = false;
+};
+
+struct PlanArguments {
+  ModelArguments model;
+  FleetArguments fleet;
+  std::vector<std::string> withhold;
+  std::string explain;  // a checkpoint name, or empty
+  bool summary = false;
+  bool json = false;
+};
+
+struct SyncArguments {
+  ModelArguments model;
+  FleetArguments fleet;
+  VersionArguments versions;
+  std::vector<std::string> withhold;
+  bool verify = false;
+  std::string dump;  // a directory, or empty
+  bool json = false;
+};
+
+struct TrainerArguments {
+  std::string model;
+  FleetArguments fleet;
+  VersionArguments versions;
+  ProcessArguments process;
+  std::vector<std::string> withhold;
+  std::uint32_t rank = 0;
+  bool verify = false;  // the sender waits for the workers' verdicts and reports them
+};
+
+struct WorkerArguments {
+  std::string model;
+  FleetArguments fleet;
+  ProcessArguments process;
+  std::uint32_t id = 0;
+  bool verify = false;
+  std::string dump;
+};
+
+int run_generate(const GenerateArguments& arguments);
+int run_inspect(const InspectArguments& arguments);
+int run_plan(const PlanArguments& arguments);
+int run_sync(const SyncArguments& arguments);
+int run_trainer(const TrainerArguments& arguments);
+int run_worker(const WorkerArguments& arguments);
+
+}  // namespace shardpull::cli

@@ -1,0 +1,213 @@
+// `shardpull trainer`: one trainer rank over a checkpoint. Rank 0 is the sender: it starts the syncs, gathers what the others
+// report after each, and at the end tells them that it is over.
+#include <cstdio>
+#include <map>
+#include <memory>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "base/clock.h"
+#include "base/status_macros.h"
+#include "base/units.h"
+#include "cli/checkpoint_source.h"
+#include "cli/commands.h"
+#include "cli/fleet_plan.h"
+#include "cli/launcher_channel.h"
+#include "cli/memory_sampler.h"
+#include "cli/model_input.h"
+#include "cli/process_setup.h"
+#include "cli/sync_report.h"
+#include "shardpull/trainer.h"
+
+namespace shardpull::cli {
+namespace {
+
+constexpr const char* kReportTopic = "report";  // to the sender, after each sync
+constexpr const char* kEndTopic = "end";        // from the sender, after the last one
+constexpr std::int64_t kProgressPeriodNs = 50 * kNanosPerMilli;
+
+class TrainerRun {
+ public:
+  TrainerRun(const TrainerArguments& arguments, LauncherChannel& launcher)
+      : arguments_(arguments),
+        launcher_(launcher),
+        name_(fmt::format("trainer {}", arguments.rank)),
+        ranks_(arguments.fleet.trainer.ranks()),
+        workers_(workers(arguments.fleet.inference)) {}
+
+  Status run() {
+    SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
+    SHARDPULL_ASSIGN_OR_RETURN(const ModelInput model, open_model(arguments_.model));
+    SHARDPULL_ASSIGN_OR_RETURN(auto held, held_names(model, arguments_.fleet.trainer, arguments_.withhold));
+    const auto replicas = static_cast<std::uint32_t>(arguments_.fleet.inference.replicas);
+    SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Trainer> trainer,
+                               Trainer::create({.fleet = fleet,
+                                                .rank = arguments_.rank,
+                                                .world_size = ranks_,
+                                                .num_consumers = workers_,
+                                                .num_replicas = replicas,
+                                                .workers_per_replica = workers_ / replicas,
+                                                .ring_depth = arguments_.fleet.ring_depth,
+                                                .lookahead = arguments_.fleet.lookahead,
+                                                .export_pack_limit_bytes = arguments_.fleet.export_pack_limit_bytes,
+                                                .on_consumer_loss = OnConsumerLoss::kFail}));
+    trainer_ = trainer.get();
+    SHARDPULL_ASSIGN_OR_RETURN(
+        const std::unique_ptr<CheckpointSource> source,
+        CheckpointSource::load(model, std::move(held[arguments_.rank]), *trainer,
+                               [this](std::uint64_t bytes) { show_progress(bytes); }));
+    SHARDPULL_RETURN_IF_ERROR(trainer->init(*source));
+    for (std::uint32_t sync = 1; sync <= arguments_.versions.syncs; ++sync) {
+      SHARDPULL_RETURN_IF_ERROR(run_sync(sync, *source).with_context(fmt::format("sync {}", sync)));
+    }
+    SHARDPULL_RETURN_IF_ERROR(part());
+    if (sender() && !launcher_.attached()) std::fprintf(stdout, "%s\n", verdict_line(report_).c_str());
+    trainer->shutdown();
+    return {};
+  }
+
+ private:
+  bool sender() const { return arguments_.rank == 0; }
+
+  void show_progress(std::uint64_t bytes) {
+    const std::int64_t now = SystemClock::instance().now_ns();
+    if (now - shown_ns_ < kProgressPeriodNs) return;
+    shown_ns_ = now;
+    launcher_.send_progress(bytes);
+  }
+
+  Status run_sync(std::uint32_t sync, CheckpointSource& source) {
+    const std::uint64_t version = arguments_.versions.version_of(sync);
+    source.set_version(version);
+    SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("ready", sync));
+    SHARDPULL_ASSIGN_OR_RETURN(const SyncReport report, trainer_->send_weights(version));
+    memory_.pause();
+    SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("synced", sync));
+
+    ProcessReport own;
+    // The weights are shared memory of their own; the engine's rings and buffers are shared as well.
+    own.memory = {.process = name_,
+                  .model_bytes = source.held_bytes(),
+                  .engine_bytes = trainer_->engine_bytes(),
+                  .peak_extra_bytes = memory_.peak_bytes() + trainer_->engine_bytes()};
+    if (sender()) {
+      SHARDPULL_RETURN_IF_ERROR(collect(sync, report, std::move(own)));
+    } else {
+      SHARDPULL_RETURN_IF_ERROR(trainer_->send_message("trainer 0", kReportTopic, encode(own)));
+    }
+    memory_.resume();
+    return {};
+  }
+
+  // Waits for a report of every other process of the fleet.
+  Status collect(std::uint32_t sync, const SyncReport& from, ProcessReport own) {
+    std::map<std::string, ProcessReport> reports;
+    reports.emplace(name_, std::move(own));
+    const SystemClock& clock = SystemClock::instance();
+    const std::int64_t deadline = clock.now_ns() + arguments_.fleet.stall_timeout_ns;
+    while (reports.size() < ranks_ + workers_) {
+      const std::int64_t left = deadline - clock.now_ns();
+      if (left <= 0) {
+        return Status(StatusCode::kDeadlineExceeded,
+                      fmt::format("{} of {} processes reported within {}", reports.size(), ranks_ + workers_,
+                                  format_duration_ns(arguments_.fleet.stall_timeout_ns)),
+                      {.reason = Reason::kStalled, .fault = Fault::kPeer});
+      }
+      SHARDPULL_ASSIGN_OR_RETURN(const std::optional<FleetMessage> message,
+                                 trainer_->receive_message(static_cast<std::uint64_t>(left / kNanosPerMilli) + 1));
+      if (!message || message->topic != kReportTopic) continue;
+      SHARDPULL_ASSIGN_OR_RETURN(ProcessReport report, decode_process_report(message->body));
+      reports.insert_or_assign(message->from, std::move(report));
+    }
+
+    SyncOutcome outcome;
+    outcome.sync = sync;
+    outcome.version = from.version;
+    outcome.wall_ns = from.wall_ns;
+    outcome.ranks = from.ranks;
+    nlohmann::json processes = nlohmann::json::array();
+    report_.processes.clear();
+    for (std::uint32_t rank = 0; rank < ranks_; ++rank) take_memory(reports[fmt::format("trainer {}", rank)], processes);
+    for (std::uint32_t id = 0; id < workers_; ++id) {
+      const ProcessReport& report = reports[fmt::format("worker {}", id)];
+      take_memory(report, processes);
+      WorkerOutcome worker{.report = {.consumer = id}, .verdict = report.verdict};
+      for (const WorkerReport& one : from.workers) {
+        if (one.consumer == id) worker.report = one;
+      }
+      outcome.workers.push_back(std::move(worker));
+    }
+    launcher_.send({{"event", "sync"}, {"outcome", to_json(outcome)}, {"processes", std::move(processes)}});
+    if (!launcher_.attached()) {
+      std::fprintf(stdout, "sync %u: version %llu, %s in %s (%s)%s\n", sync, static_cast<unsigned long long>(outcome.version),
+                   format_bytes(outcome.bytes_moved()).c_str(),
+                   format_duration_ns(static_cast<std::int64_t>(outcome.wall_ns)).c_str(),
+                   format_rate(outcome.bytes_moved(), static_cast<std::int64_t>(outcome.wall_ns)).c_str(),
+                   !outcome.verified() ? "" : outcome.exact() ? ", exact" : ", NOT exact");
+      std::fflush(stdout);
+    }
+    report_.verify = arguments_.verify;
+    for (const WorkerOutcome& worker : outcome.workers) {
+      const std::string who = fmt::format("worker {}", worker.report.consumer);
+      if (arguments_.verify && !worker.verdict) {
+        return Status(StatusCode::kFailedPrecondition, who + " did not verify; start it with --verify",
+                      {.reason = Reason::kSettingMismatch, .fault = Fault::kUser, .peer = who});
+      }
+      if (worker.verdict && !worker.verdict->exact) {
+        return Status(StatusCode::kDataLoss, who + ": " + worker.verdict->error,
+                      {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .peer = who});
+      }
+    }
+    report_.syncs.push_back(std::move(outcome));
+    return {};
+  }
+
+  void take_memory(const ProcessReport& report, nlohmann::json& processes) {
+    report_.processes.push_back(report.memory);
+    processes.push_back(to_json(report.memory));
+  }
+
+  // A rank that left at once would look lost to a sender that still waits for others.
+  Status part() {
+    if (sender()) {
+      for (std::uint32_t rank = 1; rank < ranks_; ++rank) {
+        SHARDPULL_RETURN_IF_ERROR(trainer_->send_message(fmt::format("trainer {}", rank), kEndTopic, ""));
+      }
+      return {};
+    }
+    for (;;) {
+      const auto message = trainer_->receive_message(static_cast<std::uint64_t>(arguments_.fleet.stall_timeout_ns / kNanosPerMilli));
+      if (!message.ok()) {
+        // The sender may end the fleet before its farewell is read.
+        return message.status().info().reason == Reason::kShutdown ? Status() : message.status();
+      }
+      if (!message->has_value()) {
+        return Status(StatusCode::kDeadlineExceeded, "the sender did not end the fleet",
+                      {.reason = Reason::kStalled, .fault = Fault::kPeer, .peer = "trainer 0"});
+      }
+      if ((*message)->topic == kEndTopic) return {};
+    }
+  }
+
+  const TrainerArguments& arguments_;
+  LauncherChannel& launcher_;
+  const std::string name_;
+  const std::uint32_t ranks_, workers_;
+  MemorySampler memory_;
+  Trainer* trainer_ = nullptr;
+  RunReport report_;  // by hand only: what the last line says
+  std::int64_t shown_ns_ = 0;
+};
+
+}  // namespace
+
+int run_trainer(const TrainerArguments& arguments) {
+  const std::string name = fmt::format("trainer {}", arguments.rank);
+  become(name);
+  LauncherChannel launcher(arguments.process.launcher_fd);
+  const Status status = TrainerRun(arguments, launcher).run();
+  return status.ok() ? kExitDone : fail(launcher, name, status);
+}
+
+}  // namespace shardpull::cli

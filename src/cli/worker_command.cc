@@ -1,0 +1,127 @@
+// `shardpull worker`: one inference worker over a model built from config.json.
+#include <malloc.h>
+
+#include <cstdio>
+#include <memory>
+
+#include <fmt/format.h>
+
+#include "base/status_macros.h"
+#include "base/units.h"
+#include "cli/commands.h"
+#include "cli/launcher_channel.h"
+#include "cli/memory_sampler.h"
+#include "cli/model_input.h"
+#include "cli/process_setup.h"
+#include "cli/sync_report.h"
+#include "cli/verifier.h"
+#include "shardpull/worker.h"
+
+namespace shardpull::cli {
+namespace {
+
+class WorkerRun {
+ public:
+  WorkerRun(const WorkerArguments& arguments, LauncherChannel& launcher)
+      : arguments_(arguments), launcher_(launcher), name_(fmt::format("worker {}", arguments.id)) {}
+
+  Status run() {
+    SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
+    SHARDPULL_ASSIGN_OR_RETURN(const ModelInput input, open_model(arguments_.model));
+    input_ = &input;
+    SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model,
+                               build_model(input.config, arguments_.fleet.inference, arguments_.id));
+    model_ = model.get();
+    SHARDPULL_RETURN_IF_ERROR(model->materialise(kCanary, kGuardBytes));
+    SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Worker> worker,
+                               Worker::connect({.fleet = fleet,
+                                                .consumer = arguments_.id,
+                                                .ring_depth = arguments_.fleet.ring_depth,
+                                                .max_chunk_bytes = arguments_.fleet.max_chunk_bytes,
+                                                .path = arguments_.fleet.path,
+                                                .bake = {}},
+                                               *model));
+    worker_ = worker.get();
+    SHARDPULL_RETURN_IF_ERROR(worker->serve([this](std::uint64_t version, const Status& status, const WorkerReport& report) {
+      const Status done = on_sync(version, status, report);
+      if (done.ok()) return;
+      // The sender hears of it by a verdict, or by a report that does not come; this process goes on until the fleet ends.
+      if (failure_.ok()) {
+        failure_ = done.with_context(fmt::format("sync {}", syncs_));
+        launcher_.send_error(failure_);
+      }
+    }));
+    SHARDPULL_RETURN_IF_ERROR(failure_);
+    if (!arguments_.dump.empty()) {
+      SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t version, worker->version());
+      SHARDPULL_RETURN_IF_ERROR(dump(*model, arguments_.dump, arguments_.id, version));
+    }
+    return {};
+  }
+
+  // Whether the launcher knows already why this process fails.
+  bool told() const { return !failure_.ok(); }
+
+ private:
+  Status on_sync(std::uint64_t version, const Status& status, const WorkerReport& report) {
+    ++syncs_;
+    SHARDPULL_RETURN_IF_ERROR(status);
+    memory_.pause();
+    SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("synced", syncs_));
+
+    ProcessReport own;
+    const std::uint64_t model_bytes = model_->parameter_bytes();
+    const std::uint64_t peak = memory_.peak_bytes();
+    // Parameters and receive slots are anonymous memory: both are in the peak.
+    own.memory = {.process = name_,
+                  .model_bytes = model_bytes,
+                  .engine_bytes = worker_->engine_bytes(),
+                  .peak_extra_bytes = peak > model_bytes ? peak - model_bytes : 0};
+    Status verdict_status;
+    if (arguments_.verify) {
+      auto verdict = verify(*input_, arguments_.fleet.inference, arguments_.id, worker_->recording(), version, *model_);
+      verdict_status = verdict.ok() ? verdict->status : verdict.status().with_context("verifying");
+      own.verdict = VerdictReport{.exact = verdict_status.ok(),
+                                  .error = verdict_status.message(),
+                                  .parameters = verdict.ok() ? verdict->parameters : 0,
+                                  .bytes = verdict.ok() ? verdict->bytes : 0};
+      if (verdict_status.ok() && arguments_.dump.empty()) poison(*model_);
+      malloc_trim(0);
+    }
+    memory_.resume();
+    if (!launcher_.attached()) {
+      std::fprintf(stdout, "%s: version %llu, %s in %s%s\n", name_.c_str(), static_cast<unsigned long long>(version),
+                   format_bytes(report.bytes_moved).c_str(),
+                   format_duration_ns(static_cast<std::int64_t>(report.update_ns)).c_str(),
+                   !own.verdict ? "" : own.verdict->exact ? ", exact" : ", NOT exact");
+      std::fflush(stdout);
+    }
+    SHARDPULL_RETURN_IF_ERROR(worker_->send_message("trainer 0", "report", encode(own)));
+    return verdict_status;
+  }
+
+  const WorkerArguments& arguments_;
+  LauncherChannel& launcher_;
+  const std::string name_;
+  MemorySampler memory_;
+  const ModelInput* input_ = nullptr;
+  Model* model_ = nullptr;
+  Worker* worker_ = nullptr;
+  std::uint32_t syncs_ = 0;
+  Status failure_;
+};
+
+}  // namespace
+
+int run_worker(const WorkerArguments& arguments) {
+  const std::string name = fmt::format("worker {}", arguments.id);
+  become(name);
+  LauncherChannel launcher(arguments.process.launcher_fd);
+  WorkerRun run(arguments, launcher);
+  const Status status = run.run();
+  if (status.ok()) return kExitDone;
+  if (run.told() && launcher.attached()) return kExitFailed;
+  return fail(launcher, name, status);
+}
+
+}  // namespace shardpull::cli
