@@ -1,4 +1,4 @@
-# bench/*.cc: one Google Benchmark program each, and a smoke run of each as a ctest test.
+# bench/*.cc: one Google Benchmark program each, and a smoke run of each, and of bench/sync_bench.py, as a ctest test.
 find_package(benchmark CONFIG REQUIRED)
 file(GLOB shardpull_bench_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/bench/*.cc")
 shardpull_all_rooms(shardpull_bench_rooms)
@@ -12,3 +12,10 @@ foreach(source IN LISTS shardpull_bench_sources)
                                         shardpull_settings)
   shardpull_add_test(${stem} COMMAND ${stem} --benchmark_min_time=0.01 LABELS bench)
 endforeach()
+
+if(TARGET shardpull_command)
+  find_package(Python3 REQUIRED COMPONENTS Interpreter)
+  shardpull_add_test(
+    sync_bench COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/bench/sync_bench.py $<TARGET_FILE:shardpull_command>
+                       --quick LABELS bench)
+endif()

@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""A whole sync against the memcpy limit of the same run.
+
+Runs `shardpull sync` on one shape for each path and prints, per path, the medians over its syncs after one warm-up: wall
+time, the memcpy limit probed right before and after each sync, their ratio with its spread, and the time of the export
+copies. Syncs whose two probes differ by more than 15 % are dropped and counted.
+
+    bench/sync_bench.py SHARDPULL [--shape qwen3-0.6b:scaled] [--syncs 9] [--quick]
+"""
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+
+CASES = [
+    ("mapped, in place", ["--path", "mapped", "--export-pack-limit", "0"]),
+    ("mapped, with export copy", ["--path", "mapped"]),
+    ("packed", ["--path", "packed"]),
+]
+
+
+def run(shardpull, arguments):
+    done = subprocess.run([shardpull, "sync", "--json", *arguments], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True, timeout=600)
+    if done.returncode != 0:
+        sys.exit(f"{done.stderr}shardpull sync failed with exit code {done.returncode}")
+    return json.loads(done.stdout)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shardpull", help="the shardpull command")
+    parser.add_argument("--shape", default="qwen3-0.6b:scaled")
+    parser.add_argument("--syncs", type=int, default=9, help="per path, the first is warm-up")
+    parser.add_argument("--quick", action="store_true", help="tiny shape, three syncs: does it run at all")
+    given = parser.parse_args()
+    shape, syncs = ("qwen3-0.6b:tiny", 3) if given.quick else (given.shape, given.syncs)
+
+    print(f"{shape}, trainer pp=2, inference tp=2, {syncs - 1} syncs a path after one warm-up; "
+          f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}")
+    print(f"{'path':<26}{'wall':>10}{'limit':>10}{'export':>10}{'ratio':>8}{'spread':>16}{'less export':>13}{'steady':>8}")
+    for name, flags in CASES:
+        report = run(given.shardpull, ["--shape", shape, "--trainer", "pp=2", "--inference", "tp=2",
+                                       "--syncs", str(syncs), *flags])
+        measured = report["syncs"][1:]
+        steady = [sync for sync in measured if sync["memcpy_steady"]]
+        used = steady or measured
+        ratios = sorted(sync["ratio"] for sync in used)
+        less_export = [(sync["wall_s"] - sync["export_copy_s"]) / sync["memcpy_limit_s"] for sync in used]
+
+        def median_ms(field):
+            return f"{1e3 * statistics.median(sync[field] for sync in used):.1f} ms"
+
+        print(f"{name:<26}{median_ms('wall_s'):>10}{median_ms('memcpy_limit_s'):>10}{median_ms('export_copy_s'):>10}"
+              f"{statistics.median(ratios):>8.2f}{f'{ratios[0]:.2f}..{ratios[-1]:.2f}':>16}"
+              f"{statistics.median(less_export):>13.2f}{f'{len(steady)}/{len(measured)}':>8}")
+    print("ratio: wall / limit. less export: (wall - export copy) / limit. steady: syncs whose two probes of the limit agree "
+          "within 15 %; the others are dropped unless there is none.")
+
+
+if __name__ == "__main__":
+    main()
