@@ -247,12 +247,12 @@ struct PieceShape {
 // The box in wire elements; nothing when its bounds are not on whole ones, or not on whole bytes.
 std::optional<Box> wire_box(const Box& box, DType dtype, DType wire) {
   const std::int64_t from = dtype_bits(dtype), to = dtype_bits(wire);
-  if (box.start.back() * from % 8 != 0 || box.size.back() * from % 8 != 0) return std::nullopt;
-  if (from == to) return box;
+  const auto start_bits = checked_mul(box.start.back(), from), size_bits = checked_mul(box.size.back(), from);
+  if (!start_bits || !size_bits || *start_bits % 8 != 0 || *size_bits % 8 != 0) return std::nullopt;
+  if (*start_bits % to != 0 || *size_bits % to != 0) return std::nullopt;
   Box scaled = box;
-  if (box.start.back() * from % to != 0 || box.size.back() * from % to != 0) return std::nullopt;
-  scaled.start.back() = box.start.back() * from / to;
-  scaled.size.back() = box.size.back() * from / to;
+  scaled.start.back() = *start_bits / to;
+  scaled.size.back() = *size_bits / to;
   return scaled;
 }
 
