@@ -4,6 +4,7 @@
 //   (*worker)->serve();                                   // syncs as the sender starts them, until the fleet ends
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -49,6 +50,10 @@ class Worker {
 
   // The version the parameters hold, or an error listing the modules in a mixed state.
   Result<std::uint64_t> version() const;
+  // A sequence lock over the parameters, for readers on other threads that must not see a half-applied version: odd from the
+  // first byte a sync may write until its commit, and after a failed sync until a later one commits. Read it before and
+  // after (acquire); what was read in between is one version when both are the same even number.
+  const std::atomic<std::uint64_t>& version_guard() const;
   const Recording& recording() const;
 
   Status send_message(const std::string& to, const std::string& topic, const std::string& body);

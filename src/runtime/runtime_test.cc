@@ -303,6 +303,7 @@ class Fleet {
     if (!worker.ok()) return;
     serves[id] = (*worker)->serve([&](std::uint64_t version, const Status& status, const WorkerReport& report) {
       syncs[id].push_back(status);
+      EXPECT_EQ((*worker)->version_guard().load() % 2, status.ok() ? 0u : 1u);
       std::string difference;
       if (status.ok()) {
         difference = first_difference(*model, static_cast<int>(id), static_cast<int>(given_.workers), version);

@@ -73,6 +73,8 @@ struct Worker::Impl final : TransportSink {
   std::shared_ptr<const WorkerPlan> plan;
   std::unique_ptr<ConsumerEngine> engine;  // confined to the progress thread once made
 
+  std::atomic<std::uint64_t> version_guard{0};
+
   // Confined to the progress thread.
   std::uint64_t current_sync = 0, current_version = 0;
   bool delivered = true;                   // whether current_sync's result has reached serve()
@@ -181,6 +183,7 @@ Status Worker::Impl::make_plan() {
     if (!status.ok()) deliver(sync_id, status);
   };
   hooks.finish_done = [this](std::uint64_t sync_id, const Status& status) {
+    if (status.ok()) version_guard.fetch_add(1);
     send(kSender, Finished{sync_id, status});
     deliver(sync_id, status);
   };
@@ -294,6 +297,7 @@ void Worker::Impl::start_update(const StartUpdate& message) {
     current_sync = message.sync_id;
     current_version = message.version;
     delivered = false;
+    if (version_guard.load() % 2 == 0) version_guard.fetch_add(1);  // odd before the first byte lands
   }
   send(kSender, UpdateStarted{message.sync_id, status});
 }
@@ -399,6 +403,8 @@ Result<std::uint64_t> Worker::version() const {
   MutexLock lock(impl_->mutex);
   return impl_->held_version;
 }
+
+const std::atomic<std::uint64_t>& Worker::version_guard() const { return impl_->version_guard; }
 
 const Recording& Worker::recording() const { return impl_->recorded; }
 
