@@ -39,7 +39,7 @@ std::int64_t Layout::address(std::int64_t position) const { return offset_ + del
 
 namespace {
 
-using Wide = unsigned __int128;
+__extension__ using Wide = unsigned __int128;
 using Start = std::array<std::int64_t, kMaxLayouts>;
 
 class Decomposition {

@@ -1,59 +1,10 @@
 #include "shardpull/slice.h"
 
-#include <algorithm>
-#include <limits>
-
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include "base/checked.h"
-#include "tensor/slice_algebra.h"
 
 namespace shardpull {
-namespace {
-
-// Drops dims of size 1 and merges neighbours. Sizes > 0.
-void normalise(Region& region) {
-  std::size_t kept = 0;
-  for (const Dim& dim : region.dims) {
-    if (dim.size == 1) continue;
-    Dim* const outer = kept > 0 ? &region.dims[kept - 1] : nullptr;
-    if (outer != nullptr && outer->stride == dim.size * dim.stride) {
-      *outer = {outer->size * dim.size, dim.stride};
-    } else {
-      region.dims[kept++] = dim;
-    }
-  }
-  region.dims.resize(kept);
-}
-
-bool same_dims(std::span<const Dim> a, std::span<const Dim> b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
-
-// Makes `first` the one region that enumerates `first` and then `second`, if there is one with positive strides and few
-// enough dims. Both normalised.
-bool merge(Region& first, const Region& second) {
-  const std::int64_t gap = second.offset - first.offset;
-  if (gap <= 0) return false;
-  const std::span<const Dim> a(first.dims);
-  const std::span<const Dim> b(second.dims);
-  if (same_dims(a, b)) {
-    if (a.size() == kMaxDims && a[0].size * a[0].stride != gap) return false;
-    first.dims.insert(first.dims.begin(), Dim{2, gap});
-  } else if (!a.empty() && gap == a[0].size * a[0].stride && !b.empty() && a[0].stride == b[0].stride &&
-             same_dims(a.subspan(1), b.subspan(1))) {
-    first.dims[0].size += b[0].size;
-  } else if (!a.empty() && gap == a[0].size * a[0].stride && same_dims(a.subspan(1), b)) {
-    first.dims[0].size += 1;
-  } else if (!b.empty() && gap == b[0].stride && same_dims(a, b.subspan(1))) {
-    first.dims.insert(first.dims.begin(), Dim{b[0].size + 1, b[0].stride});
-  } else {
-    return false;
-  }
-  normalise(first);
-  return true;
-}
-
-}  // namespace
 
 std::int64_t Region::numel() const {
   std::int64_t product = 1;
@@ -71,18 +22,6 @@ Slice Slice::whole(std::int64_t numel) {
   Slice slice;
   if (numel == 1) slice.regions.push_back({});
   if (numel > 1) slice.regions.push_back({0, {{numel, 1}}});
-  return slice;
-}
-
-Slice canonicalise(std::vector<Region> regions) {
-  Slice slice;
-  std::vector<Region>& kept = slice.regions;
-  for (Region& region : regions) {
-    if (std::any_of(region.dims.begin(), region.dims.end(), [](const Dim& dim) { return dim.size == 0; })) continue;
-    normalise(region);
-    kept.push_back(std::move(region));
-    while (kept.size() > 1 && merge(kept[kept.size() - 2], kept.back())) kept.pop_back();
-  }
   return slice;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include <fmt/format.h>
@@ -49,7 +50,159 @@ std::optional<std::int64_t> last_element(const Region& region) {
   return last;
 }
 
+// Drops dims of size 1 and merges neighbours. Sizes > 0.
+void normalise(Region& region) {
+  std::size_t kept = 0;
+  for (const Dim& dim : region.dims) {
+    if (dim.size == 1) continue;
+    Dim* const outer = kept > 0 ? &region.dims[kept - 1] : nullptr;
+    if (outer != nullptr && outer->stride == dim.size * dim.stride) {
+      *outer = {outer->size * dim.size, dim.stride};
+    } else {
+      region.dims[kept++] = dim;
+    }
+  }
+  region.dims.resize(kept);
+}
+
+bool same_dims(std::span<const Dim> a, std::span<const Dim> b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
+
+// Makes `first` the one region that enumerates `first` and then `second`, if there is one with positive strides and few
+// enough dims. Both normalised.
+bool merge(Region& first, const Region& second) {
+  const std::int64_t gap = second.offset - first.offset;
+  if (gap <= 0) return false;
+  const std::span<const Dim> a(first.dims);
+  const std::span<const Dim> b(second.dims);
+  if (same_dims(a, b)) {
+    if (a.size() == kMaxDims && a[0].size * a[0].stride != gap) return false;
+    first.dims.insert(first.dims.begin(), Dim{2, gap});
+  } else if (!a.empty() && gap == a[0].size * a[0].stride && !b.empty() && a[0].stride == b[0].stride &&
+             same_dims(a.subspan(1), b.subspan(1))) {
+    first.dims[0].size += b[0].size;
+  } else if (!a.empty() && gap == a[0].size * a[0].stride && same_dims(a.subspan(1), b)) {
+    first.dims[0].size += 1;
+  } else if (!b.empty() && gap == b[0].stride && same_dims(a, b.subspan(1))) {
+    first.dims.insert(first.dims.begin(), Dim{b[0].size + 1, b[0].stride});
+  } else {
+    return false;
+  }
+  normalise(first);
+  return true;
+}
+
+// Above this many regions only the whole list is tried as one region, and no part of it.
+constexpr std::size_t kMaxFoldedRegions = 4 * kMaxRegions;
+
+// Consecutive regions as one sequence of elements. Borrows.
+class Sequence {
+ public:
+  explicit Sequence(std::span<const Region> regions) : regions_(regions) {
+    for (const Region& region : regions) {
+      layouts_.emplace_back(region.dims, region.offset);
+      ends_.push_back((ends_.empty() ? 0 : ends_.back()) + region.numel());
+    }
+  }
+
+  // Regions [first, last) as the one region that enumerates them, if there is one with positive strides and at most kMaxDims
+  // dims.
+  std::optional<Region> as_region(std::size_t first, std::size_t last) const {
+    const std::int64_t begin = first == 0 ? 0 : ends_[first - 1];
+    const std::int64_t numel = ends_[last - 1] - begin;
+    // The dims can only be these: innermost the longest arithmetic run, then the longest run of such runs, and so on.
+    const std::int64_t origin = element(begin);
+    Region candidate{.offset = origin, .dims = {}};
+    for (std::int64_t block = 1; block < numel;) {
+      const std::int64_t stride = element(begin + block) - origin;
+      if (numel % block != 0 || stride <= 0 || candidate.dims.size() == kMaxDims) return std::nullopt;
+      const auto continues = [&](std::int64_t i) { return element(begin + i * block) == origin + i * stride; };
+      // Block 1 continues by the choice of the stride. Galloping finds the end of the run: within twice its length no
+      // block continues it again by chance.
+      const std::int64_t blocks = numel / block;
+      std::int64_t low = 1;
+      while (2 * low < blocks && continues(2 * low)) low *= 2;
+      std::int64_t high = std::min(2 * low, blocks) - 1;
+      while (low < high) {
+        const std::int64_t middle = low + (high - low + 1) / 2;
+        if (continues(middle)) {
+          low = middle;
+        } else {
+          high = middle - 1;
+        }
+      }
+      const std::int64_t size = low + 1;
+      candidate.dims.insert(candidate.dims.begin(), Dim{size, stride});
+      block *= size;
+    }
+    if (candidate.numel() != numel || !enumerates(candidate, first, last)) return std::nullopt;
+    return candidate;
+  }
+
+ private:
+  std::int64_t element(std::int64_t position) const {
+    const auto at = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), position) - ends_.begin());
+    return layouts_[at].address(position - (at == 0 ? 0 : ends_[at - 1]));
+  }
+
+  // Whether `candidate`'s elements are those of regions [first, last), one for one. Walks both in lockstep.
+  bool enumerates(const Region& candidate, std::size_t first, std::size_t last) const {
+    const Layout whole(candidate.dims, candidate.offset);
+    std::int64_t position = 0;
+    std::vector<AffinePiece> pieces;
+    for (std::size_t i = first; i < last; ++i) {
+      const Layout layouts[kMaxLayouts] = {whole, layouts_[i]};
+      const std::int64_t numel = regions_[i].numel();
+      const std::int64_t start[kMaxLayouts] = {position, 0};
+      const Loop loop{.size = numel, .step = {1, 1}};
+      pieces.clear();
+      if (!decompose(layouts, {&loop, 1}, start, PieceOrder::kFree, kMaxPieces, pieces)) return false;
+      for (const AffinePiece& piece : pieces) {
+        if (piece.offset[0] != piece.offset[1]) return false;
+        for (const Loop& inner : piece.loops) {
+          if (inner.step[0] != inner.step[1]) return false;
+        }
+      }
+      position += numel;
+    }
+    return true;
+  }
+
+  std::span<const Region> regions_;
+  std::vector<Layout> layouts_;
+  std::vector<std::int64_t> ends_;  // positions one past each region's last element
+};
+
+// Replaces runs of regions by the one region that enumerates them, from the left, the longest first. Pairs that merge at their
+// border are merged already: this finds rows that the cuts went through.
+std::vector<Region> fold(const std::vector<Region>& regions) {
+  const Sequence sequence(regions);
+  if (auto whole = sequence.as_region(0, regions.size())) return {*std::move(whole)};
+  if (regions.size() > kMaxFoldedRegions) return regions;
+  std::vector<Region> folded;
+  for (std::size_t first = 0; first < regions.size();) {
+    std::size_t last = regions.size() + 1;
+    std::optional<Region> one;
+    while (!one && --last > first + 2) one = sequence.as_region(first, last);
+    folded.push_back(one ? *std::move(one) : regions[first]);
+    first = one ? last : first + 1;
+  }
+  return folded;
+}
+
 }  // namespace
+
+Slice canonicalise(std::vector<Region> regions) {
+  Slice slice;
+  std::vector<Region>& kept = slice.regions;
+  for (Region& region : regions) {
+    if (std::any_of(region.dims.begin(), region.dims.end(), [](const Dim& dim) { return dim.size == 0; })) continue;
+    normalise(region);
+    kept.push_back(std::move(region));
+    while (kept.size() > 1 && merge(kept[kept.size() - 2], kept.back())) kept.pop_back();
+  }
+  if (kept.size() > 2) kept = fold(kept);
+  return slice;
+}
 
 Status check_limits(const Slice& slice) {
   if (slice.regions.size() > static_cast<std::size_t>(kMaxRegions)) {
