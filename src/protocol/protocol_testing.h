@@ -1,0 +1,139 @@
+// Building blocks of this room's tests: a tiny model, its plans, and drivers that feed one machine and read its actions.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "plan/plan.h"
+#include "protocol/consumer_machine.h"
+#include "protocol/producer_machine.h"
+#include "protocol/trainer_machine.h"
+
+namespace shardpull::protocol_testing {
+
+inline constexpr std::int64_t kSecond = 1'000'000'000;
+
+struct TinyOptions {
+  std::uint32_t groups = 3;            // layers, one gather group each
+  std::uint32_t names_per_group = 1;   // [4, 4] F32 each, 64 bytes
+  std::uint32_t producers = 1;
+  std::uint32_t consumers = 1;
+  std::uint32_t replicas = 1;
+  std::uint32_t ring_depth = 2;
+  bool pipeline_stages = false;        // layer g is held by rank g mod producers only, else everybody holds everything
+  bool modules_span_groups = false;    // one module takes a name of every group, else one module per group
+  Path path = Path::kPacked;
+  std::uint64_t max_chunk_bytes = 64;  // one name a chunk
+  std::uint32_t pull_split = 1;
+};
+
+// Tables and a recording in which every worker takes every name whole.
+struct TinyModel {
+  std::shared_ptr<const InitTables> tables;
+  Recording recording;
+  PlanOptions options;
+
+  std::shared_ptr<const WorkerPlan> plan(std::uint32_t consumer) const;
+};
+TinyModel tiny_model(const TinyOptions& options = {});
+
+// The actions of kind T among `actions`, in order.
+template <typename T, typename Action>
+std::vector<T> of_kind(const std::vector<Action>& actions) {
+  std::vector<T> found;
+  for (const Action& action : actions) {
+    if (const T* one = std::get_if<T>(&action)) found.push_back(*one);
+  }
+  return found;
+}
+
+// One ProducerMachine and what it answered since the last clear().
+struct ProducerBench {
+  explicit ProducerBench(const TinyOptions& options = {}, std::uint32_t rank = 0, bool fail_on_consumer_loss = false);
+
+  static std::uint64_t life(std::uint32_t consumer) { return 100 + consumer; }
+  // Reserves consumer's pulls; ring allocations are answered with OK unless `answer` is false.
+  void reserve(std::uint32_t consumer, bool answer = true);
+  void reserve_all();
+  Status begin(std::uint64_t sync_id, std::vector<std::uint32_t> live = {});  // empty: everybody; all owned groups
+  std::vector<PublishedView> views(std::uint32_t group) const;
+  Status publish(std::uint32_t group);
+  PullId pull_id(std::uint32_t consumer, std::uint32_t seq) const;  // of the sync begun last
+  void pull(std::uint32_t consumer, std::uint32_t seq);
+  // Ends every pack among the actions not taken yet, in order of start.
+  void finish_packs(const Status& status = {});
+  void signal(std::uint32_t consumer, std::vector<std::uint32_t> groups);
+  // Pulls and ends the pack.
+  void serve(std::uint32_t consumer, std::uint32_t seq);
+
+  // Takes the actions so far.
+  ProducerActions take() { return std::exchange(out, {}); }
+  template <typename T>
+  std::vector<T> all() const {
+    return of_kind<T>(out);
+  }
+  template <typename T>
+  std::size_t count() const {
+    return all<T>().size();
+  }
+  // The message of the only FailReply; a failed expectation otherwise.
+  std::string refusal() const;
+
+  TinyModel model;
+  std::vector<std::shared_ptr<const WorkerPlan>> plans;
+  std::vector<std::vector<PullDescription>> pulls;  // by consumer, at this rank
+  std::uint32_t rank;
+  ProducerMachine machine;
+  std::uint64_t sync_id = 0;
+  std::int64_t now = 0;
+  ProducerActions out;
+};
+
+// One ConsumerMachine and what it asked for since the last take().
+struct ConsumerBench {
+  explicit ConsumerBench(const TinyOptions& options = {}, std::uint32_t consumer = 0);
+  // For hand-made plans.
+  ConsumerBench(std::shared_ptr<const WorkerPlan> plan, std::uint32_t num_modules, std::int64_t stall_timeout_ns = 300 * kSecond);
+
+  void start(std::uint64_t sync, std::uint64_t version);  // start_update and update, both expected to be legal
+  void ready(std::uint32_t chunk, std::uint16_t run = 0);
+  void land(std::uint32_t chunk, std::uint16_t run = 0, const Status& status = {});
+  void scattered(std::uint32_t chunk, const Status& status = {});
+  void posted(std::uint32_t chunk, const Status& status = {});
+  void ack_all();  // confirms every signal asked for so far
+  // Answers everything asked for, until nothing is left to answer.
+  void run_to_end();
+
+  ConsumerActions take() { return std::exchange(out, {}); }
+  template <typename T>
+  std::vector<T> all() const {
+    return of_kind<T>(out);
+  }
+  template <typename T>
+  std::size_t count() const {
+    return all<T>().size();
+  }
+  std::vector<std::uint32_t> pulled() const;       // chunks
+  std::vector<std::uint32_t> transferring() const;
+  std::vector<std::uint32_t> scattering() const;   // StartScatter and StartCopy
+  std::vector<std::uint32_t> posting() const;
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> signalled() const;  // (producer, group)
+  // The status of the last UpdateDone; a failed expectation without one.
+  Status update_result() const;
+  Status finish_result() const;
+  ReadyInfo ready_info(std::uint32_t chunk, std::uint16_t run = 0) const;
+  PullId pull_id(std::uint32_t chunk, std::uint16_t run = 0) const;
+
+  std::shared_ptr<const WorkerPlan> plan;
+  ConsumerMachine machine;
+  std::int64_t now = 0;
+  ConsumerActions out;
+};
+
+}  // namespace shardpull::protocol_testing
