@@ -189,7 +189,7 @@ TEST(ConsumerSignals, GroupsItTakesNothingFromAreSignalledAtTheStart) {
 }
 
 TEST(ConsumerSignals, EveryGroupOnceToEveryOwnerAndAllConfirmedBeforeUpdateReturns) {
-  ConsumerBench b({.groups = 5, .names_per_group = 2, .producers = 3, .pipeline_stages = true, .ring_depth = 2});
+  ConsumerBench b({.groups = 5, .names_per_group = 2, .producers = 3, .ring_depth = 2, .pipeline_stages = true});
   b.start(1, 10);
   for (std::uint32_t chunk = 0; chunk < b.plan->chunks.size(); ++chunk) {
     b.ready(chunk);
@@ -376,7 +376,7 @@ TEST(ConsumerErrors, TheCallerReceivesItFromTheNextCall) {
 }
 
 TEST(ConsumerErrors, ALostProducerMattersWhileItIsNeeded) {
-  const TinyOptions options{.groups = 2, .producers = 3, .pipeline_stages = true, .ring_depth = 1};
+  const TinyOptions options{.groups = 2, .producers = 3, .ring_depth = 1, .pipeline_stages = true};
   {
     ConsumerBench b(options);
     b.start(1, 10);
