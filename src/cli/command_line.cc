@@ -163,6 +163,11 @@ void check_model(const CLI::App& app, const ModelArguments& model) {
   }
 }
 
+void check_has_bytes(const ShapeSpec& shape) {
+  if (shape.size != ShapeSize::kFull) return;
+  throw CLI::ValidationError("--shape: a full shape has names and sizes but no bytes; use tiny or scaled, or `shardpull plan`");
+}
+
 void add_fleet(CLI::App& app, FleetArguments& fleet) {
   add_text(
       app, "--trainer", "How the trainer holds the model", "pp=N",
@@ -361,6 +366,7 @@ Command parse_command_line(const std::vector<std::string>& words) {
     app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // CLI11 takes them from the back
     if (generate_app->parsed()) {
       generate.shape = *generate_shape;
+      check_has_bytes(generate.shape);
       return generate;
     }
     if (inspect_app->parsed()) return inspect;
@@ -370,10 +376,7 @@ Command parse_command_line(const std::vector<std::string>& words) {
     }
     if (sync_app->parsed()) {
       check_model(*sync_app, sync.model);
-      if (sync.model.shape && sync.model.shape->size == ShapeSize::kFull) {
-        throw CLI::ValidationError(
-            "--shape: a full shape has names and sizes but no bytes to send; use tiny or scaled, or `shardpull plan`");
-      }
+      if (sync.model.shape) check_has_bytes(*sync.model.shape);
       return sync;
     }
     if (trainer_app->parsed()) {

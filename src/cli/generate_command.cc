@@ -17,11 +17,6 @@ namespace shardpull::cli {
 namespace {
 
 Status generate(const GenerateArguments& arguments, LauncherChannel& launcher) {
-  if (arguments.shape.size == ShapeSize::kFull) {
-    return Status(StatusCode::kInvalidArgument,
-                  "--shape: a full shape has names and sizes but no bytes; generate tiny or scaled, or plan with full",
-                  {.reason = Reason::kBadArgument});
-  }
   SHARDPULL_ASSIGN_OR_RETURN(const ModelShape shape, shape_config(arguments.shape, arguments.overrides));
   const SystemClock& clock = SystemClock::instance();
   const std::int64_t begin = clock.now_ns();
@@ -56,7 +51,7 @@ int run_generate(const GenerateArguments& arguments) {
   } else {
     std::fprintf(stderr, "error: %s\n", status.message().c_str());
   }
-  return status.info().reason == Reason::kBadArgument ? kExitUsage : kExitFailed;
+  return status.code() == StatusCode::kInvalidArgument ? kExitUsage : kExitFailed;
 }
 
 }  // namespace shardpull::cli

@@ -59,7 +59,11 @@ std::optional<RunError> choose_cause(const std::vector<ChildEnd>& ends) {
     if (cause == nullptr || std::pair(rank_of(end), end.order) < std::pair(rank_of(*cause), cause->order)) cause = &end;
   }
   if (cause == nullptr) return std::nullopt;
-  return RunError{cause->name, cause->error ? cause->error->message : cause->exit};
+  std::string message = cause->error ? cause->error->message : cause->exit;
+  // The engine names its own process, too; once is enough.
+  const std::string name = cause->name + ": ";
+  if (const std::size_t at = message.find(name); at != std::string::npos) message.erase(at, name.size());
+  return RunError{cause->name, std::move(message)};
 }
 
 struct Supervisor::Child {

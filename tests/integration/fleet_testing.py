@@ -144,12 +144,12 @@ class FleetTest(unittest.TestCase):
         self.assertEqual([str(p) for p in self.directory.rglob("core*") if p.is_file()], [], "a core file is left")
 
     def assert_refused(self, outcome, *words, codes=(1,)):
-        """A clean refusal: one of the exit codes, `words` in the first line of standard error, nothing left behind."""
+        """A clean refusal: one of the exit codes, exactly one line that begins with "error: " and has all `words`, nothing left."""
         self.assertIn(outcome.code, codes, f"{outcome.out}\n{outcome.err}")
-        self.assertTrue(outcome.err.startswith("error: "), outcome.err)
-        first = outcome.err.splitlines()[0]
+        errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+        self.assertEqual(len(errors), 1, outcome.err)
         for word in words:
-            self.assertIn(word, first)
+            self.assertIn(word, errors[0])
         self.assertNotIn("Sanitizer", outcome.err)
         self.assert_nothing_left()
 

@@ -1,0 +1,116 @@
+#include "cli/command_line.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace shardpull::cli {
+namespace {
+
+using ::testing::HasSubstr;
+
+template <typename T>
+T parsed(const std::vector<std::string>& words) {
+  Command command = parse_command_line(words);
+  if (const auto* notice = std::get_if<Notice>(&command)) ADD_FAILURE() << notice->text;
+  return std::holds_alternative<T>(command) ? std::get<T>(std::move(command)) : T();
+}
+
+Notice notice(const std::vector<std::string>& words) {
+  const Command command = parse_command_line(words);
+  const auto* found = std::get_if<Notice>(&command);
+  if (found == nullptr) ADD_FAILURE() << "not refused";
+  return found != nullptr ? *found : Notice{};
+}
+
+// Goal: what the launcher hands to a process is what it was given, for every setting.
+TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
+  FleetArguments fleet;
+  fleet.trainer.pp = 3;
+  fleet.inference.tp = 4;
+  fleet.inference.pp = 2;
+  fleet.inference.dp = 2;
+  fleet.inference.replicas = 5;
+  fleet.lookahead = 0;
+  fleet.ring_depth = 7;
+  fleet.max_chunk_bytes = (3ull << 20) + 1;
+  fleet.export_pack_limit_bytes = 0;
+  fleet.path = PathChoice::kMapped;
+  fleet.connect_timeout_ns = 1'500'000'000;
+  fleet.stall_timeout_ns = 2'000'001'000;
+  VersionArguments versions;
+  versions.syncs = 9;
+  versions.mutate = false;
+  versions.seed = 1ull << 40;
+
+  std::vector<std::string> words = {"trainer", "--rank", "2", "--model", "m", "--fleet-dir", "d"};
+  for (const auto& flags : {to_flags(fleet), to_flags(versions)}) words.insert(words.end(), flags.begin(), flags.end());
+  const auto read = parsed<TrainerArguments>(words);
+  EXPECT_EQ(read.fleet.trainer, fleet.trainer);
+  EXPECT_EQ(to_string(read.fleet.inference), "tp=4,pp=2,dp=2,replicas=5");
+  EXPECT_EQ(to_flags(read.fleet), to_flags(fleet));
+  EXPECT_EQ(read.fleet.max_chunk_bytes, fleet.max_chunk_bytes);
+  EXPECT_EQ(read.fleet.export_pack_limit_bytes, 0u);
+  EXPECT_EQ(read.fleet.path, PathChoice::kMapped);
+  EXPECT_EQ(read.fleet.connect_timeout_ns, fleet.connect_timeout_ns);
+  EXPECT_EQ(read.fleet.stall_timeout_ns, fleet.stall_timeout_ns);
+  EXPECT_EQ(to_flags(read.versions), to_flags(versions));
+  EXPECT_EQ(read.rank, 2u);
+}
+
+TEST(CommandLine, DefaultsAreThoseOfTheLibrary) {
+  const auto sync = parsed<SyncArguments>({"sync", "--shape", "qwen3-8b:tiny"});
+  EXPECT_EQ(sync.fleet.ring_depth, 2u);
+  EXPECT_EQ(sync.fleet.lookahead, 1u);
+  EXPECT_EQ(sync.fleet.max_chunk_bytes, WorkerOptions{}.max_chunk_bytes);
+  EXPECT_EQ(sync.versions.syncs, 1u);
+  EXPECT_FALSE(sync.verify);
+  EXPECT_EQ(sync.model.shape->key, "qwen3-8b");
+  EXPECT_FALSE(sync.model.overrides.tied);
+}
+
+TEST(CommandLine, VersionsStartAtTheSeed) {
+  const auto sync = parsed<SyncArguments>({"sync", "--model", "m", "--syncs", "3", "--seed", "5"});
+  EXPECT_EQ(sync.versions.version_of(1), 5u);
+  EXPECT_EQ(sync.versions.version_of(3), 7u);
+  const auto still = parsed<SyncArguments>({"sync", "--model", "m", "--no-mutate", "--seed", "5"});
+  EXPECT_EQ(still.versions.version_of(3), 0u);
+}
+
+TEST(CommandLine, ShapeOverrides) {
+  const auto sync = parsed<SyncArguments>(
+      {"sync", "--shape", "qwen3-8b:tiny", "--vocab=100", "--tied", "--layers", "3", "--kv-heads", "1"});
+  EXPECT_EQ(sync.model.overrides.vocab, 100);
+  EXPECT_EQ(sync.model.overrides.layers, 3);
+  EXPECT_EQ(sync.model.overrides.kv_heads, 1);
+  EXPECT_EQ(sync.model.overrides.tied, true);
+}
+
+TEST(CommandLine, RefusalsNameTheFlagAndTheAcceptedForm) {
+  const std::vector<std::string> base = {"sync", "--shape", "qwen3-8b:tiny"};
+  const auto with = [&](std::string flag, std::string value) {
+    auto words = base;
+    words.push_back(std::move(flag));
+    words.push_back(std::move(value));
+    return notice(words);
+  };
+  EXPECT_EQ(with("--syncs", "2.5").exit_code, kExitUsage);
+  EXPECT_THAT(with("--syncs", "2.5").text, HasSubstr("--syncs: \"2.5\" is not a whole number"));
+  EXPECT_THAT(with("--max-chunk-bytes", "64M").text, HasSubstr("such as 64MiB"));
+  EXPECT_THAT(with("--stall-timeout", "1us").text, HasSubstr("below 1ms"));
+  EXPECT_THAT(with("--path", "x").text, HasSubstr("auto|packed|mapped"));
+  EXPECT_THAT(with("--syncz", "3").text, HasSubstr("did you mean --syncs?"));
+  EXPECT_THAT(notice({"sync"}).text, HasSubstr("exactly one of --model DIR and --shape"));
+  EXPECT_THAT(notice({"plna"}).text, HasSubstr("did you mean plan?"));
+}
+
+TEST(CommandLine, HelpAndVersionAreNoErrors) {
+  EXPECT_EQ(notice({"--help"}).exit_code, kExitDone);
+  EXPECT_EQ(notice({"sync", "--help"}).exit_code, kExitDone);
+  EXPECT_THAT(notice({"sync", "--help"}).text, HasSubstr("--max-chunk-bytes"));
+  EXPECT_THAT(notice({"worker", "--help"}).text, ::testing::Not(HasSubstr("launcher-fd")));
+  EXPECT_EQ(notice({"--version"}).exit_code, kExitDone);
+  EXPECT_EQ(notice({}).exit_code, kExitUsage);
+}
+
+}  // namespace
+}  // namespace shardpull::cli
