@@ -220,6 +220,28 @@ TEST_F(CheckpointTest, RefusesBadIndexes) {
   EXPECT_EQ(index(R"({"metadata":{"total_size":1,"x":[{}]},"other":null,"weight_map":{"X":"a.safetensors"}})"), "");
 }
 
+// Goal: no change of one byte of the index crashes, and what is accepted has every tensor it promises.
+TEST_F(CheckpointTest, SurvivesEveryChangedByteOfTheIndex) {
+  write_shard("a.safetensors", {{"X", "1"}, {"Y", "2"}});
+  write_index({{"X", "a.safetensors"}, {"Y", "a.safetensors"}});
+  const auto path = dir() / "model.safetensors.index.json";
+  const std::string good = testing::read_file(path);
+  ASSERT_EQ(refusal(), "");
+  for (std::size_t cut = 0; cut < good.size(); ++cut) {
+    write_file(path, good.substr(0, cut));
+    EXPECT_NE(refusal(), "") << "cut at " << cut;
+  }
+  for (std::size_t at = 0; at < good.size(); ++at) {
+    for (const char with : {'\0', '"', '{', '[', '/', ',', '\\', '\xFF'}) {
+      std::string changed = good;
+      changed[at] = with;
+      write_file(path, changed);
+      const auto checkpoint = Checkpoint::open(dir());
+      EXPECT_TRUE(!checkpoint.ok() || content(*checkpoint, "X") + content(*checkpoint, "Y") == "12") << at;
+    }
+  }
+}
+
 // Goal: the same verdict and message for a broken file, whoever opens it.
 TEST_F(CheckpointTest, case_073_same_verdict_from_every_path) {
   write_shard("model.safetensors", {{"X", "1"}});

@@ -116,17 +116,22 @@ class Fields {
   std::set<std::string> taken_;
 };
 
-Status parse_dtype(Fields& fields, ModelConfig& config) {
-  for (const std::string_view field : {"dtype", "torch_dtype"}) {
-    std::string name;
-    SHARDPULL_RETURN_IF_ERROR(fields.take(field, name));
-    if (name.empty() || name == "auto") continue;
-    const auto dtype = dtype_from_torch_name(name);
-    if (!dtype.ok()) return fields.refuse(field, dtype.status().message());
-    if (config.dtype && *config.dtype != *dtype) {
-      return fields.refuse(field, fmt::format("says {}, \"dtype\" says {}", name, dtype_name(*config.dtype)));
+// The top level counts before the language model's part, as inference engines have it.
+Status parse_dtype(const json& top, const json* text, Fields& fields, ModelConfig& config) {
+  for (const json* object : {&top, text}) {
+    if (object == nullptr || config.dtype) continue;
+    for (const std::string_view field : {"dtype", "torch_dtype"}) {
+      fields.find(field);  // taken
+      const auto value = object->find(field);
+      if (value == object->end() || value->is_null() || *value == "auto") continue;
+      if (!value->is_string()) return fields.refuse(field, fmt::format("must be a string, not {}", Fields::shown(*value)));
+      const auto dtype = dtype_from_torch_name(value->get_ref<const std::string&>());
+      if (!dtype.ok()) return fields.refuse(field, dtype.status().message());
+      if (config.dtype && *config.dtype != *dtype) {
+        return fields.refuse(field, fmt::format("says {}, \"dtype\" says {}", dtype_name(*dtype), dtype_name(*config.dtype)));
+      }
+      config.dtype = *dtype;
     }
-    config.dtype = *dtype;
   }
   return {};
 }
@@ -173,7 +178,6 @@ Status parse_fields(Fields& fields, ModelConfig& config) {
   SHARDPULL_RETURN_IF_ERROR(fields.take("position_embedding_type", config.position_embedding_type));
   SHARDPULL_RETURN_IF_ERROR(fields.take("attention_bias", config.attention_bias));
   SHARDPULL_RETURN_IF_ERROR(fields.take("mlp_bias", config.mlp_bias));
-  SHARDPULL_RETURN_IF_ERROR(parse_dtype(fields, config));
 
   if (config.head_dim == 0) {
     if (config.text_model_type == "qwen3") {
@@ -258,6 +262,7 @@ Result<ModelConfig> ModelConfig::parse(std::string_view text, std::string_view o
   SHARDPULL_RETURN_IF_ERROR(fields.take("model_type", config.text_model_type));
   SHARDPULL_RETURN_IF_ERROR(fields.take("model_type", config.model_type, /*top_first=*/true));
   SHARDPULL_RETURN_IF_ERROR(parse_tie(top, nested, fields, config));
+  SHARDPULL_RETURN_IF_ERROR(parse_dtype(top, nested, fields, config));
   SHARDPULL_RETURN_IF_ERROR(parse_fields(fields, config));
 
   for (const auto& [key, value] : top.items()) {

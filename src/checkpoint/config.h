@@ -19,7 +19,7 @@ namespace shardpull {
 // default is given here. Which fields a model needs is the family's business: require().
 //
 // A multimodal config nests the language model in "text_config": sizes are then read there first and at the top level second;
-// "tie_word_embeddings" at the top level first and nested second.
+// "tie_word_embeddings" and the dtype at the top level first and nested second.
 struct ModelConfig {
   // Reads config.json of `directory` (or the file itself). NOT_FOUND, or DATA_LOSS with reason kCheckpointMalformed naming
   // file, field and rule: not JSON, a key twice, nested too deep, a field of another type, a number out of its range.

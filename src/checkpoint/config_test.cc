@@ -149,6 +149,33 @@ TEST(Config, RefusesWhatIsNoConfig) {
   EXPECT_TRUE(ModelConfig::load(directory.path() / "config.json").ok());
 }
 
+TEST(Config, DtypeOfTheTopLevelCountsFirst) {
+  auto config = only(R"("torch_dtype":"float16","text_config":{"dtype":"bfloat16"})");
+  ASSERT_TRUE(config.ok()) << config.status().to_string();
+  EXPECT_EQ(config->dtype, DType::kF16);
+  config = only(R"("torch_dtype":"auto","text_config":{"dtype":"torch.bfloat16"})");
+  ASSERT_TRUE(config.ok()) << config.status().to_string();
+  EXPECT_EQ(config->dtype, DType::kBF16);
+  EXPECT_THAT(refusal(R"("text_config":{"dtype":"bfloat16","torch_dtype":"float32"})"), HasSubstr("\"torch_dtype\""));
+}
+
+// Goal: no change of one byte crashes the parser, and what it accepts is in range.
+TEST(Config, SurvivesEveryChangedByte) {
+  for (std::size_t cut = 0; cut < kLlama.size(); ++cut) {
+    EXPECT_FALSE(ModelConfig::parse(kLlama.substr(0, cut)).ok()) << "cut at " << cut;
+  }
+  for (std::size_t at = 0; at < kLlama.size(); ++at) {
+    for (const char with : {'\0', '"', '{', '[', '9', '-', ',', 'e', ' ', '\\', '\xFF'}) {
+      std::string changed(kLlama);
+      changed[at] = with;
+      const auto config = ModelConfig::parse(changed);
+      if (!config.ok()) continue;
+      EXPECT_GE(config->hidden_size, 0);
+      EXPECT_LE(config->num_key_value_heads.size(), 10'000u);
+    }
+  }
+}
+
 TEST(Config, MixtureOfExpertsFields) {
   const auto moe = with(R"("num_local_experts":8,"num_experts_per_tok":2,"moe_intermediate_size":64,"mlp_only_layers":[0],
                            "decoder_sparse_step":1,"q_lora_rank":null,"kv_lora_rank":512,"n_shared_experts":1)");

@@ -188,7 +188,9 @@ class Worker:
         # Numbered replica, data-parallel rank, stage, tensor-parallel rank, the last one fastest.
         self.rank = worker % self.tp
         self.stage = worker // self.tp % self.pp
-        self.dtype = dtype or TORCH.get(str(self.get("dtype", self.get("torch_dtype", "float32"))).removeprefix("torch."))
+        named = [part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype")]
+        named = [name for name in named if name not in (None, "auto")] or ["float32"]
+        self.dtype = dtype or TORCH.get(named[0].removeprefix("torch."))
         if self.dtype is None:
             raise Unusable("config.json has a dtype this script does not know; give --dtype")
         self.out = {}
