@@ -1,5 +1,5 @@
 // Conversions between element types, value by value as PyTorch's copy_ makes them: round to nearest, ties to even; F8_E4M3
-// overflows to NaN, the other small floats to infinity; F64 and integers reach the 16-bit and 8-bit floats through F32;
+// saturates, the other small floats overflow to infinity; F64 and integers reach the 16-bit and 8-bit floats through F32;
 // floats become integers by truncation; anything that is not zero becomes true.
 #pragma once
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -91,8 +92,88 @@ bool merge(Region& first, const Region& second) {
   return true;
 }
 
+// Selections of up to this many blocks are described by the fewest regions there are. Larger ones are cut where the chain's
+// reshapes cut them, which is as good but for selections made to defeat it.
+constexpr std::int64_t kMaxExactBlocks = 2048;
+
 // Above this many regions only the whole list is tried as one region, and no part of it.
 constexpr std::size_t kMaxFoldedRegions = 4 * kMaxRegions;
+
+// The innermost run that all regions are made of, a block: one element when there are few, else the largest common run.
+Dim common_block(const std::vector<Region>& regions) {
+  std::int64_t numel = 0;
+  for (const Region& region : regions) numel += region.numel();
+  Dim block{1, 1};
+  if (numel <= kMaxExactBlocks) return block;
+  block.size = 0;
+  for (const Region& region : regions) {
+    if (region.dims.empty()) return {1, 1};
+    if (block.size == 0) block.stride = region.dims.back().stride;
+    if (region.dims.back().stride != block.stride) return {1, 1};
+    block.size = std::gcd(block.size, region.dims.back().size);
+  }
+  return block;
+}
+
+// The fewest regions that enumerate the same elements; where several ways are equally short, the first region is as long as
+// possible, then the second, and so on. Depends on nothing but the elements and their order. Empty when there are too many
+// blocks to look at.
+std::vector<Region> fewest(const std::vector<Region>& regions) {
+  const Dim block = common_block(regions);
+  std::vector<std::int64_t> starts;
+  for (const Region& region : regions) {
+    const std::int64_t count = region.numel() / block.size;
+    if (count > kMaxExactBlocks - static_cast<std::int64_t>(starts.size())) return {};
+    Region outer = region;
+    if (block.size > 1) {
+      outer.dims.back() = {outer.dims.back().size / block.size, outer.dims.back().stride * block.size};
+    }
+    const Layout layout(outer.dims, outer.offset);
+    for (std::int64_t i = 0; i < count; ++i) starts.push_back(layout.address(i));
+  }
+  const std::size_t n = starts.size();
+  const std::size_t max_levels = kMaxDims - (block.size > 1 ? 1 : 0);
+  struct Choice {
+    std::uint32_t regions = 0;       // for the blocks from here to the end
+    std::uint32_t length = 1;        // blocks of the first of them
+    std::vector<Dim> dims;           // of the first of them
+  };
+  std::vector<Choice> best(n + 1);
+  for (std::size_t first = n; first-- > 0;) {
+    Choice& choice = best[first];
+    choice.regions = best[first + 1].regions + 1;
+    // Grow level by level: the only regions that start here are the longest run, whole runs of it, and so on.
+    std::vector<Dim> dims;
+    for (std::size_t length = 1; dims.size() < max_levels;) {
+      std::size_t repeats = 1;
+      const std::int64_t stride = first + length < n ? starts[first + length] - starts[first] : 0;
+      while (stride > 0 && first + (repeats + 1) * length <= n) {
+        const auto* const next = &starts[first + repeats * length];
+        if (!std::equal(next, next + length, next - length, [&](std::int64_t a, std::int64_t b) { return a - b == stride; })) break;
+        ++repeats;
+      }
+      if (repeats == 1) break;
+      for (std::size_t count = 2; count <= repeats; ++count) {
+        const std::size_t end = first + count * length;
+        if (best[end].regions + 1 > choice.regions) continue;
+        choice.regions = best[end].regions + 1;
+        choice.length = static_cast<std::uint32_t>(count * length);
+        choice.dims = dims;
+        choice.dims.insert(choice.dims.begin(), Dim{static_cast<std::int64_t>(count), stride});
+      }
+      length *= repeats;
+      dims.insert(dims.begin(), Dim{static_cast<std::int64_t>(repeats), stride});
+    }
+  }
+  std::vector<Region> result;
+  for (std::size_t first = 0; first < n; first += best[first].length) {
+    Region region{.offset = starts[first], .dims = best[first].dims};
+    region.dims.push_back(block);
+    normalise(region);
+    result.push_back(std::move(region));
+  }
+  return result;
+}
 
 // Consecutive regions as one sequence of elements. Borrows.
 class Sequence {
@@ -200,7 +281,9 @@ Slice canonicalise(std::vector<Region> regions) {
     kept.push_back(std::move(region));
     while (kept.size() > 1 && merge(kept[kept.size() - 2], kept.back())) kept.pop_back();
   }
-  if (kept.size() > 2) kept = fold(kept);
+  if (kept.size() < 2) return slice;
+  std::vector<Region> exact = fewest(kept);
+  kept = exact.empty() ? fold(kept) : std::move(exact);
   return slice;
 }
 

@@ -60,7 +60,7 @@ struct IeeeSmall {
 using F16Format = IeeeSmall<std::uint16_t, 5, 10>;
 using F8E5M2Format = IeeeSmall<std::uint8_t, 5, 2>;
 
-// F8_E4M3 ("fn"): no infinities; 0x7F and 0xFF are NaN; the largest value is 448 and what rounds above it is NaN.
+// F8_E4M3 ("fn"): no infinities; 0x7F and 0xFF are NaN; what lies above the largest value, 448, becomes 448, infinity too.
 constexpr float f8e4m3_to_float(std::uint8_t bits) {
   const std::uint32_t sign = (bits & 0x80u) != 0 ? 0x80000000u : 0u;
   const std::uint32_t magnitude = bits & 0x7Fu;
@@ -82,10 +82,11 @@ constexpr std::uint8_t float_to_f8e4m3(float value) {
     const float rounded = std::bit_cast<float>(magnitude) + kRounder;
     return static_cast<std::uint8_t>(sign | (std::bit_cast<std::uint32_t>(rounded) - std::bit_cast<std::uint32_t>(kRounder)));
   }
-  if (magnitude >= (135u << 23) + 0x700000u) return static_cast<std::uint8_t>(sign | 0x7Fu);  // 480 and above, NaN
+  if (magnitude > 0x7F800000u) return static_cast<std::uint8_t>(sign | 0x7Fu);
+  if (magnitude >= (135u << 23) + 0x600000u) return static_cast<std::uint8_t>(sign | 0x7Eu);  // 448 and above
   const std::uint32_t even = (magnitude >> 20) & 1u;
   const std::uint32_t rounded = (magnitude - (120u << 23) + 0x7FFFFu + even) >> 20;
-  return static_cast<std::uint8_t>(sign | rounded);  // what rounds above 448 lands on 0x7F, NaN
+  return static_cast<std::uint8_t>(sign | rounded);
 }
 
 // F8_E8M0 ("fnu"): a power of two, 2^(bits - 127); 0xFF is NaN.

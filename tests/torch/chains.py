@@ -2,9 +2,14 @@
 
 Every chain runs on real torch tensors whose bytes say where they came from, so that shape, strides, offset and the order of
 every single byte can be compared, and whether an operation is accepted at all.
+
+As a program it writes the frozen corpus, tests/torch/corpus.jsonl: chains with torch's answers, for builds without torch.
+    .venv/bin/python tests/torch/chains.py COUNT SEED > tests/torch/corpus.jsonl
 """
 
+import json
 import random
+import sys
 
 import torch
 
@@ -321,3 +326,27 @@ class Generator:
 
     def make_dtype(self, _):
         return ["view", [{"dtype": self.random.choice(list(TORCH_DTYPES))}]]
+
+
+def write_corpus(count, seed):
+    """Chains over small tensors, half of them accepted at least, with the root byte of every byte of the result."""
+    generator = Generator(seed)
+    written = refused = 0
+    while written < count:
+        case = generator.chain()
+        if torch.Size(case["shape"]).numel() > 128:
+            continue
+        answer = apply_chain(case["dtype"], case["shape"], case["chain"])
+        if not answer["ok"]:
+            refused += 1
+            if refused > count // 4:
+                continue
+            answer = {"ok": False}
+        elif len(answer["shape"]) > MAX_DIMS or len(answer["positions"]) > 512:
+            continue
+        print(json.dumps({**case, "torch": answer}, separators=(",", ":")))
+        written += 1
+
+
+if __name__ == "__main__":
+    write_corpus(int(sys.argv[1]), int(sys.argv[2]))
