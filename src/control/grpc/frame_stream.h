@@ -35,10 +35,12 @@ using FramePtr = std::shared_ptr<const v1::Frame>;
 template <typename Reactor>
 class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStream<Reactor>> {
  public:
-  // Both run on the dispatcher. `on_frame` gets every frame but heartbeats; `on_ended` is the last call.
+  // All run on the dispatcher. `on_frame` gets every frame but heartbeats; `on_read_ended` says that none follows; `on_done`,
+  // the last call, that the peer knows it too.
   struct Handlers {
     std::function<void(v1::Frame)> on_frame;
-    std::function<void()> on_ended;
+    std::function<void()> on_read_ended;
+    std::function<void()> on_done;
   };
 
   explicit FrameStream(std::shared_ptr<Dispatcher> dispatcher) : dispatcher_(std::move(dispatcher)) {}
@@ -113,7 +115,7 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
 
   // The last reaction calls it last: this object may be destroyed within.
   void done() {
-    dispatcher_->post([self = this->shared_from_this()] { self->handlers_.on_ended(); });
+    dispatcher_->post([self = this->shared_from_this()] { self->handlers_.on_done(); });
     std::shared_ptr<FrameStream> self;
     {
       MutexLock lock(mutex_);
@@ -127,6 +129,8 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
 
   void OnReadDone(bool ok) override {
     if (!ok) {
+      // Posted before our side ends: when the peer sees that, and comes again, this life is known to be over.
+      dispatcher_->post([self = this->shared_from_this()] { self->handlers_.on_read_ended(); });
       MutexLock lock(mutex_);
       reading_ = false;
       if (!std::exchange(read_ended_, true)) on_read_ended();

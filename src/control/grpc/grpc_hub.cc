@@ -168,9 +168,17 @@ grpc::ServerBidiReactor<v1::Frame, v1::Frame>* GrpcHub::Link(grpc::CallbackServe
                     [this, weak](v1::Frame frame) {
                       if (const StreamPtr self = weak.lock()) take(self, std::move(frame));
                     },
-                .on_ended =
+                .on_read_ended =
                     [this, weak] {
                       if (const StreamPtr self = weak.lock()) ended(self);
+                    },
+                .on_done =
+                    [this, weak] {
+                      const StreamPtr self = weak.lock();
+                      if (self == nullptr) return;
+                      ended(self);  // a call may end without its read side
+                      MutexLock lock(mutex_);
+                      streams_.erase(self);
                     }});
   if (closing_) {
     stream->finish(Status(StatusCode::kUnavailable, "the hub is shutting down",
@@ -327,7 +335,9 @@ void GrpcHub::take_hello(const StreamPtr& stream, const v1::Hello& hello) {
                                            {.reason = Reason::kCorrupt, .fault = Fault::kPeer})
                                   : check_hello(hello, member);
   if (!checked.ok()) {
-    log_warn("control: refused {}: {}", member ? to_string(*member) : "a peer", checked.message());
+    // The refused side reports it too; one that comes too early comes again, and again.
+    log_at(checked.info().retryable ? LogLevel::kInfo : LogLevel::kWarn, "control: refused {}: {}",
+           member ? to_string(*member) : "a peer", checked.message());
     return break_stream(stream, std::move(checked));
   }
   stream->member = member;
@@ -388,10 +398,6 @@ void GrpcHub::route(v1::Routed routed, const Member& from, Incarnation from_inca
 }
 
 void GrpcHub::ended(const StreamPtr& stream) {
-  {
-    MutexLock lock(mutex_);
-    streams_.erase(stream);
-  }
   if (!stream->member) return;
   const auto up = members_.find(*stream->member);
   if (up == members_.end() || up->second.stream != stream) return;

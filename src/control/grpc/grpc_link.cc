@@ -217,7 +217,8 @@ StreamPtr GrpcLink::try_once() {
                      [this, weak](v1::Frame frame) {
                        if (const StreamPtr self = weak.lock()) take(self, std::move(frame));
                      },
-                 .on_ended =
+                 .on_read_ended = [] {},
+                 .on_done =
                      [this, weak] {
                        if (const StreamPtr self = weak.lock()) ended(self);
                      }},
