@@ -26,14 +26,17 @@ std::optional<std::int64_t> checked_numel(const std::vector<std::int64_t>& shape
   return empty ? 0 : numel;
 }
 
-std::string shape_text(const std::vector<std::int64_t>& shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  return fmt::format("[{}]", fmt::join(shape, ", "));
+}
 
 std::string to_string(const Box& box) {
   if (box.whole()) return "whole";
   std::string text = "[";
   for (std::size_t d = 0; d < box.start.size(); ++d) {
     const std::int64_t size = d < box.size.size() ? box.size[d] : 0;
-    text += fmt::format("{}{}:{}", d == 0 ? "" : ", ", box.start[d], checked_add(box.start[d], size).value_or(INT64_MAX));
+    text += fmt::format("{}{}:{}", d == 0 ? "" : ", ", box.start[d],
+                        checked_add(box.start[d], size).value_or(INT64_MAX));
   }
   return text + "]";
 }
@@ -50,7 +53,8 @@ std::optional<std::string> box_problem(const Box& box, const std::vector<std::in
   for (std::size_t d = 0; d < shape.size(); ++d) {
     const auto end = checked_add(box.start[d], box.size[d]);
     if (box.start[d] < 0 || box.size[d] < 0 || !end || *end > shape[d]) {
-      return fmt::format("box {} does not lie within shape {} in dim {}", to_string(box), shape_text(shape), d);
+      return fmt::format("box {} does not lie within shape {} in dim {}", to_string(box), shape_text(shape),
+                         d);
     }
   }
   return std::nullopt;
@@ -60,7 +64,9 @@ bool box_empty(const Box& box) {
   return std::any_of(box.size.begin(), box.size.end(), [](std::int64_t size) { return size == 0; });
 }
 
-bool box_covers(const Box& box, const std::vector<std::int64_t>& shape) { return box.size == shape; }
+bool box_covers(const Box& box, const std::vector<std::int64_t>& shape) {
+  return box.size == shape;
+}
 
 std::int64_t box_numel(const Box& box) {
   return std::accumulate(box.size.begin(), box.size.end(), std::int64_t{1}, std::multiplies<>());
@@ -107,7 +113,8 @@ std::optional<std::pair<std::size_t, std::size_t>> find_overlap(const std::vecto
   for (std::size_t d = 0; d < boxes.front().start.size(); ++d) {
     for (std::size_t i = 0; i < boxes.size(); ++i) starts[i] = boxes[i].start[d];
     std::sort(starts.begin(), starts.end());
-    const auto distinct = static_cast<std::size_t>(std::unique(starts.begin(), starts.end()) - starts.begin());
+    const auto distinct =
+        static_cast<std::size_t>(std::unique(starts.begin(), starts.end()) - starts.begin());
     if (distinct > most) {
       most = distinct;
       best = d;
@@ -116,11 +123,14 @@ std::optional<std::pair<std::size_t, std::size_t>> find_overlap(const std::vecto
   if (most == 0) return std::pair<std::size_t, std::size_t>{0, 1};  // 0-d: every box is the one element
   std::vector<std::size_t> order(boxes.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::size_t a, std::size_t b) { return boxes[a].start[best] < boxes[b].start[best]; });
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return std::pair(boxes[a].start[best], a) < std::pair(boxes[b].start[best], b);
+  });
   std::vector<std::size_t> active;
   for (const std::size_t i : order) {
-    std::erase_if(active, [&](std::size_t j) { return boxes[j].start[best] + boxes[j].size[best] <= boxes[i].start[best]; });
+    std::erase_if(active, [&](std::size_t j) {
+      return boxes[j].start[best] + boxes[j].size[best] <= boxes[i].start[best];
+    });
     for (const std::size_t j : active) {
       if (box_intersection(boxes[i], boxes[j])) return std::pair{std::min(i, j), std::max(i, j)};
     }

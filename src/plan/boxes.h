@@ -20,11 +20,12 @@ std::string to_string(const Box& box);
 // "[64, 32]"
 std::string shape_text(const std::vector<std::int64_t>& shape);
 
-// What is wrong with `box` as a part of `shape` (another number of dims, a negative or overflowing bound, past the end), or
-// nothing. Empty boxes are in order.
+// What is wrong with `box` as a part of `shape` (another number of dims, a negative or overflowing bound,
+// past the end), or nothing. Empty boxes are in order.
 std::optional<std::string> box_problem(const Box& box, const std::vector<std::int64_t>& shape);
 
-// The boxes below have as many dims as their tensor and lie within it (box_problem). `whole()` boxes have been written out.
+// The boxes below have as many dims as their tensor and lie within it (box_problem). `whole()` boxes have
+// been written out.
 bool box_empty(const Box& box);
 bool box_covers(const Box& box, const std::vector<std::int64_t>& shape);
 std::int64_t box_numel(const Box& box);

@@ -1,12 +1,13 @@
-// Canonical encodings of this room, little-endian and fixed-width (base/encoder.h). Each begins with a four-byte tag and the
-// encoding's version; the field order is that of the structs in plan.h. A value has one encoding, and only that decodes:
+// Canonical encodings of this room, little-endian and fixed-width (base/encoder.h). Each begins with a
+// four-byte tag and the encoding's version; the field order is that of the structs in plan.h. A value has one
+// encoding, and only that decodes:
 //
 //   "SPMD" metadata (digested only)   "SPHO" a holding    "SPTB" the init tables
 //   "SPLN" a worker's plan            "SPPU" the pulls at one producer
 //
-// Decoders believe nothing: counts are checked against limits and against the bytes that are left before memory is taken,
-// enumerations and slices against their formats. What needs tables to check is checked by validate, resolve_ownership and
-// check_pulls.
+// Decoders believe nothing: counts are checked against limits and against the bytes that are left before
+// memory is taken, enumerations and slices against their formats. What needs tables to check is checked by
+// validate, resolve_ownership and check_pulls.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -35,7 +36,8 @@ constexpr std::uint64_t kMaxAddressBytes = 1024;  // of a hot-channel address
 constexpr std::uint64_t kMaxScattersPerChunk = 16'000'000;
 
 constexpr std::uint32_t tag(const char (&text)[5]) {
-  return static_cast<std::uint32_t>(static_cast<unsigned char>(text[0])) | static_cast<std::uint32_t>(static_cast<unsigned char>(text[1])) << 8 |
+  return static_cast<std::uint32_t>(static_cast<unsigned char>(text[0])) |
+         static_cast<std::uint32_t>(static_cast<unsigned char>(text[1])) << 8 |
          static_cast<std::uint32_t>(static_cast<unsigned char>(text[2])) << 16 |
          static_cast<std::uint32_t>(static_cast<unsigned char>(text[3])) << 24;
 }
@@ -62,7 +64,8 @@ Status read_header(ByteReader& reader, std::uint32_t tag) {
   if (found != tag) return reader.malformed("these bytes are something else");
   SHARDPULL_RETURN_IF_ERROR(reader.u16(version));
   if (version != kWireVersion) {
-    return Status(StatusCode::kFailedPrecondition, fmt::format("plan encoding version {}, this process has {}", version, kWireVersion),
+    return Status(StatusCode::kFailedPrecondition,
+                  fmt::format("plan encoding version {}, this process has {}", version, kWireVersion),
                   {.reason = Reason::kVersionMismatch, .fault = Fault::kPeer});
   }
   return {};
@@ -79,7 +82,8 @@ Status read_dtype(ByteReader& reader, DType& out) {
 Status read_path(ByteReader& reader, Path& out) {
   std::uint8_t number = 0;
   SHARDPULL_RETURN_IF_ERROR(reader.u8(number));
-  if (number > static_cast<std::uint8_t>(Path::kDirect)) return reader.malformed(fmt::format("unknown path number {}", number));
+  if (number > static_cast<std::uint8_t>(Path::kDirect))
+    return reader.malformed(fmt::format("unknown path number {}", number));
   out = static_cast<Path>(number);
   return {};
 }
@@ -167,7 +171,8 @@ Status read_pull(ByteReader& reader, PullDescription& out) {
   SHARDPULL_RETURN_IF_ERROR(reader.u32(out.lane.sharing_group));
   std::uint8_t kind = 0;
   SHARDPULL_RETURN_IF_ERROR(reader.u8(kind));
-  if (kind > static_cast<std::uint8_t>(LaneKind::kRecovery)) return reader.malformed(fmt::format("unknown lane kind {}", kind));
+  if (kind > static_cast<std::uint8_t>(LaneKind::kRecovery))
+    return reader.malformed(fmt::format("unknown lane kind {}", kind));
   out.lane.kind = static_cast<LaneKind>(kind);
   SHARDPULL_RETURN_IF_ERROR(reader.u32(out.seq));
   SHARDPULL_RETURN_IF_ERROR(reader.u64(out.bytes));
@@ -244,10 +249,13 @@ Status read_chunk(ByteReader& reader, Chunk& out) {
   for (Run& run : out.runs) SHARDPULL_RETURN_IF_ERROR(read_run(reader, run));
   SHARDPULL_RETURN_IF_ERROR(read_keys(reader, out.keys));
   for (const Run& run : out.runs) {
-    if (run.key_count == 0 || run.first_key > out.keys.size() || run.key_count > out.keys.size() - run.first_key) {
-      return reader.malformed(fmt::format("run of keys [{}, +{}) in a chunk of {}", run.first_key, run.key_count, out.keys.size()));
+    if (run.key_count == 0 || run.first_key > out.keys.size() ||
+        run.key_count > out.keys.size() - run.first_key) {
+      return reader.malformed(fmt::format("run of keys [{}, +{}) in a chunk of {}", run.first_key,
+                                          run.key_count, out.keys.size()));
     }
-    if (run.offset > out.keys[run.first_key].offset) return reader.malformed("a run begins after its first key");
+    if (run.offset > out.keys[run.first_key].offset)
+      return reader.malformed("a run begins after its first key");
   }
   SHARDPULL_RETURN_IF_ERROR(reader.u64(out.bytes));
   SHARDPULL_RETURN_IF_ERROR(reader.u8(out.encoding));
@@ -256,7 +264,8 @@ Status read_chunk(ByteReader& reader, Chunk& out) {
   out.scatters.resize(scatters);
   for (PlannedScatter& scatter : out.scatters) {
     SHARDPULL_RETURN_IF_ERROR(reader.u32(scatter.key));
-    if (scatter.key >= out.keys.size()) return reader.malformed(fmt::format("copy of key {} of {}", scatter.key, out.keys.size()));
+    if (scatter.key >= out.keys.size())
+      return reader.malformed(fmt::format("copy of key {} of {}", scatter.key, out.keys.size()));
     SHARDPULL_RETURN_IF_ERROR(read_destination(reader, scatter.destination));
   }
   SHARDPULL_RETURN_IF_ERROR(reader.u32_list(out.materialise, kMaxTensors));
@@ -297,7 +306,8 @@ Status read_tables(ByteReader& reader, InitTables& out) {
   std::uint32_t count = 0;
   SHARDPULL_RETURN_IF_ERROR(reader.count(count, kMaxRanks, 4));
   out.producers.resize(count);
-  for (std::string& address : out.producers) SHARDPULL_RETURN_IF_ERROR(reader.string(address, kMaxAddressBytes));
+  for (std::string& address : out.producers)
+    SHARDPULL_RETURN_IF_ERROR(reader.string(address, kMaxAddressBytes));
   SHARDPULL_RETURN_IF_ERROR(reader.count(count, kMaxTensors, 4 + 1 + 4));
   out.metadata.resize(count);
   for (TensorMeta& meta : out.metadata) {
@@ -341,7 +351,8 @@ Status read_plan(ByteReader& reader, WorkerPlan& out) {
   out.chunks.resize(count);
   for (std::uint32_t i = 0; i < count; ++i) {
     SHARDPULL_RETURN_IF_ERROR(read_chunk(reader, out.chunks[i]));
-    if (out.chunks[i].chunk_id != i) return reader.malformed(fmt::format("chunk {} calls itself {}", i, out.chunks[i].chunk_id));
+    if (out.chunks[i].chunk_id != i)
+      return reader.malformed(fmt::format("chunk {} calls itself {}", i, out.chunks[i].chunk_id));
   }
   SHARDPULL_RETURN_IF_ERROR(reader.u32_list(out.pre_free, kMaxTensors));
   SHARDPULL_RETURN_IF_ERROR(read_lists(reader, out.group_owners, kMaxTensors));
@@ -386,14 +397,17 @@ Status read_pulls(ByteReader& reader, std::vector<PullDescription>& out) {
 }
 
 // One key of a pull against the tables; `end` is where the key before it ended.
-Status check_key(const PullDescription& pull, const ChunkKey& key, std::uint64_t end, const InitTables& tables,
-                 const std::vector<std::uint32_t>& group_of) {
+Status check_key(const PullDescription& pull, const ChunkKey& key, std::uint64_t end,
+                 const InitTables& tables, const std::vector<std::uint32_t>& group_of) {
   if (key.name >= tables.metadata.size()) {
     return plan_error(fmt::format("name {} of {} names", key.name, tables.metadata.size()));
   }
   const TensorMeta& meta = tables.metadata[key.name];
-  const auto wrong = [&](std::string problem) { return plan_error(fmt::format("'{}': {}", meta.name, problem), meta.name); };
-  if (group_of[key.name] != pull.group) return wrong(fmt::format("it is in group {}, not {}", group_of[key.name], pull.group));
+  const auto wrong = [&](std::string problem) {
+    return plan_error(fmt::format("'{}': {}", meta.name, problem), meta.name);
+  };
+  if (group_of[key.name] != pull.group)
+    return wrong(fmt::format("it is in group {}, not {}", group_of[key.name], pull.group));
 
   const Ownership& own = tables.ownership;
   std::int64_t owner_class = own.name_owner_class.empty() ? 0 : own.name_owner_class[key.name];
@@ -410,20 +424,26 @@ Status check_key(const PullDescription& pull, const ChunkKey& key, std::uint64_t
   }
 
   if (!dtype_valid(static_cast<std::uint8_t>(key.wire_dtype))) return wrong("unknown wire dtype");
-  if (Status slice = check_slice(key.slice, key.wire_dtype, meta.dtype, numel); !slice.ok()) return slice.with_context(meta.name);
+  if (Status slice = check_slice(key.slice, key.wire_dtype, meta.dtype, numel); !slice.ok())
+    return slice.with_context(meta.name);
   if (key.slice.regions.empty()) return wrong("a key without elements");
-  if (canonicalise(key.slice.regions) != key.slice) return wrong(fmt::format("slice {} is not canonical", to_string(key.slice)));
+  if (canonicalise(key.slice.regions) != key.slice)
+    return wrong(fmt::format("slice {} is not canonical", to_string(key.slice)));
   const auto bytes = bytes_of(key.wire_dtype, key.slice.numel());
   if (!bytes.ok()) return bytes.status().with_context(meta.name);
-  if (*bytes != key.bytes) return wrong(fmt::format("{} bytes stated, slice {} has {}", key.bytes, to_string(key.slice), *bytes));
+  if (*bytes != key.bytes)
+    return wrong(fmt::format("{} bytes stated, slice {} has {}", key.bytes, to_string(key.slice), *bytes));
   const std::uint64_t offset = (end + kLayoutAlignment - 1) / kLayoutAlignment * kLayoutAlignment;
-  if (key.offset != offset) return wrong(fmt::format("offset {} in the pull, the layout puts it at {}", key.offset, offset));
+  if (key.offset != offset)
+    return wrong(fmt::format("offset {} in the pull, the layout puts it at {}", key.offset, offset));
   return {};
 }
 
 }  // namespace
 
-std::string to_string(const Digest128& digest) { return fmt::format("{:016x}{:016x}", digest.high, digest.low); }
+std::string to_string(const Digest128& digest) {
+  return fmt::format("{:016x}{:016x}", digest.high, digest.low);
+}
 
 Digest128 metadata_digest(const std::vector<TensorMeta>& metadata) {
   ByteWriter writer;
@@ -463,7 +483,9 @@ Result<WorkerPlan> decode_plan(const std::byte* data, std::size_t size) {
   return plan;
 }
 
-Digest128 digest(const WorkerPlan& plan) { return digest_of(encode(plan)); }
+Digest128 digest(const WorkerPlan& plan) {
+  return digest_of(encode(plan));
+}
 
 std::vector<std::byte> encode_pulls(const std::vector<PullDescription>& pulls) {
   ByteWriter writer;
@@ -489,7 +511,8 @@ Digest128 pulls_digest(const std::vector<PullDescription>& pulls, std::uint32_t 
   return digest_of(writer.bytes());
 }
 
-Status check_pulls(const std::vector<PullDescription>& pulls, const InitTables& tables, std::uint32_t producer) {
+Status check_pulls(const std::vector<PullDescription>& pulls, const InitTables& tables,
+                   std::uint32_t producer) {
   const Ownership& own = tables.ownership;
   const std::vector<std::uint32_t> group_of = group_of_names(tables);
   const std::uint32_t workers = effective_workers_per_replica(tables);
@@ -498,15 +521,19 @@ Status check_pulls(const std::vector<PullDescription>& pulls, const InitTables& 
     const auto wrong = [&](std::string problem) {
       return plan_error(fmt::format("pull {} (chunk {}, run {}): {}", i, pull.chunk_id, pull.run, problem));
     };
-    if (pull.lane.producer != producer) return wrong(fmt::format("it is for trainer {}, not {}", pull.lane.producer, producer));
-    if (pull.lane.sharing_group >= workers) return wrong(fmt::format("sharing group {} of {}", pull.lane.sharing_group, workers));
-    if (pull.lane.sharing_group != pulls.front().lane.sharing_group) return wrong("another sharing group than the first pull");
+    if (pull.lane.producer != producer)
+      return wrong(fmt::format("it is for trainer {}, not {}", pull.lane.producer, producer));
+    if (pull.lane.sharing_group >= workers)
+      return wrong(fmt::format("sharing group {} of {}", pull.lane.sharing_group, workers));
+    if (pull.lane.sharing_group != pulls.front().lane.sharing_group)
+      return wrong("another sharing group than the first pull");
     if (pull.lane.kind != LaneKind::kRegular) return wrong("a plan has pulls of regular lanes only");
     if (pull.seq != i) return wrong(fmt::format("seq {}, its place in the lane is {}", pull.seq, i));
     if (i > 0 && std::pair(pull.chunk_id, pull.run) <= std::pair(pulls[i - 1].chunk_id, pulls[i - 1].run)) {
       return wrong("not after the one before it");
     }
-    if (pull.group >= tables.group_lens.size()) return wrong(fmt::format("group {} of {}", pull.group, tables.group_lens.size()));
+    if (pull.group >= tables.group_lens.size())
+      return wrong(fmt::format("group {} of {}", pull.group, tables.group_lens.size()));
     if (own.owner_sets.empty() ? pull.owner_class != 0 : pull.owner_class >= own.owner_sets.size()) {
       return wrong(fmt::format("owner class {} of {}", pull.owner_class, own.owner_sets.size()));
     }
@@ -516,7 +543,8 @@ Status check_pulls(const std::vector<PullDescription>& pulls, const InitTables& 
         return wrong(fmt::format("trainer {} does not hold owner class {}", producer, pull.owner_class));
       }
     }
-    if (pull.path != Path::kPacked && pull.path != Path::kMapped) return wrong(fmt::format("path {} is not served", to_string(pull.path)));
+    if (pull.path != Path::kPacked && pull.path != Path::kMapped)
+      return wrong(fmt::format("path {} is not served", to_string(pull.path)));
     if (pull.keys.empty()) return wrong("no keys");
     std::uint64_t end = 0;
     for (const ChunkKey& key : pull.keys) {
@@ -541,7 +569,8 @@ std::vector<std::byte> encode_tables(const InitTables& tables) {
   writer.u32_list(tables.group_lens);
   write_lists(writer, tables.ownership.owner_sets);
   writer.u32(static_cast<std::uint32_t>(tables.ownership.name_owner_class.size()));
-  for (const std::int32_t owner_class : tables.ownership.name_owner_class) writer.u32(static_cast<std::uint32_t>(owner_class));
+  for (const std::int32_t owner_class : tables.ownership.name_owner_class)
+    writer.u32(static_cast<std::uint32_t>(owner_class));
   writer.u32(static_cast<std::uint32_t>(tables.ownership.pieces.size()));
   for (const OwnedPiece& piece : tables.ownership.pieces) {
     writer.u32(piece.name);

@@ -1,4 +1,5 @@
-// Goal: what travels decodes to what was sent or is refused with a message; no bytes crash, hang or take memory.
+// Goal: what travels decodes to what was sent or is refused with a message; no bytes crash, hang or take
+// memory.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -26,7 +27,8 @@ struct Samples {
   Holding holding;
 
   Samples() {
-    const std::vector<TensorMeta> metadata{meta("embed", {6, 4}), meta("l.0.w", {4, 4}), meta("l.0.b", {3}), meta("norm", {4}, DType::kF32)};
+    const std::vector<TensorMeta> metadata{meta("embed", {6, 4}), meta("l.0.w", {4, 4}), meta("l.0.b", {3}),
+                                           meta("norm", {4}, DType::kF32)};
     tables = make_tables(metadata, 2, 4);
     tables.num_replicas = 2;
     auto holdings = holdings_of(metadata, 2);
@@ -105,13 +107,15 @@ TEST(PlanCodec, bytes_are_fixed) {
   const Samples samples;
   EXPECT_EQ(to_string(metadata_digest(samples.tables.metadata)), "2472348330934b83ee47301c9c971f07");
   EXPECT_EQ(to_string(digest(samples.plan)), "176ebcca939664c9f2cb84c2f48d114b");
-  EXPECT_EQ(to_string(pulls_digest(samples.pulls, samples.plan.ring_depth)), "8d7f89147174bb3ceb4de86381a581fd");
+  EXPECT_EQ(to_string(pulls_digest(samples.pulls, samples.plan.ring_depth)),
+            "8d7f89147174bb3ceb4de86381a581fd");
 }
 
 TEST(PlanCodec, case_133_truncated_at_every_byte_is_refused) {
   for (const Codec& codec : codecs()) {
     for (std::size_t size = 0; size < codec.bytes.size(); ++size) {
-      const auto result = codec.round_trip(Bytes(codec.bytes.begin(), codec.bytes.begin() + static_cast<std::ptrdiff_t>(size)));
+      const auto result = codec.round_trip(
+          Bytes(codec.bytes.begin(), codec.bytes.begin() + static_cast<std::ptrdiff_t>(size)));
       ASSERT_FALSE(result.ok()) << codec.name << " cut at " << size;
       ASSERT_FALSE(result.status().message().empty());
     }
@@ -142,7 +146,8 @@ TEST(PlanCodec, case_133_random_bytes_and_lengths) {
       for (std::int64_t n = random.between(1, 4); n > 0; --n) {
         const std::size_t at = random.below(bytes.size());
         if (random.below(2) == 0 && at + 4 <= bytes.size()) {
-          const std::uint32_t words[] = {0, 1, 0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, static_cast<std::uint32_t>(random.next_u64())};
+          const std::uint32_t words[] = {
+              0, 1, 0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, static_cast<std::uint32_t>(random.next_u64())};
           const std::uint32_t word = words[random.below(6)];
           std::memcpy(bytes.data() + at, &word, 4);
         } else {
@@ -205,8 +210,10 @@ TEST(PullsDigest, covers_every_field_and_the_ring_depth) {
 TEST(CheckPulls, refuses_what_the_tables_do_not_allow) {
   const Samples samples;
   ASSERT_GE(samples.pulls.size(), 2u);
-  ASSERT_TRUE(check_pulls(samples.pulls, samples.tables, 0).ok()) << check_pulls(samples.pulls, samples.tables, 0).message();
-  const auto refused = [&](const std::function<void(std::vector<PullDescription>&)>& spoil, const std::string& part) {
+  ASSERT_TRUE(check_pulls(samples.pulls, samples.tables, 0).ok())
+      << check_pulls(samples.pulls, samples.tables, 0).message();
+  const auto refused = [&](const std::function<void(std::vector<PullDescription>&)>& spoil,
+                           const std::string& part) {
     auto pulls = samples.pulls;
     spoil(pulls);
     const Status status = check_pulls(pulls, samples.tables, 0);
@@ -231,7 +238,7 @@ TEST(CheckPulls, refuses_what_the_tables_do_not_allow) {
   refused([](auto& p) { p[0].keys[0].offset = 16; }, "offset 16");
   refused([](auto& p) { p[0].keys[0].bytes = 8; }, "8 bytes");
   refused([](auto& p) { p[0].bytes += 1; }, "bytes stated");
-  refused([](auto& p) { p[0].keys[0].slice.regions[0].offset = 13; }, "embed");        // past the end
+  refused([](auto& p) { p[0].keys[0].slice.regions[0].offset = 13; }, "embed");         // past the end
   refused([](auto& p) { p[0].keys[0].slice.regions[0].offset = INT64_MAX; }, "embed");  // far past it
   refused([](auto& p) { p[0].keys[0].slice.regions[0].offset = -1; }, "embed");
   refused([](auto& p) { p[0].keys[0].slice.regions.clear(); }, "without elements");

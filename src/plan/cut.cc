@@ -20,7 +20,8 @@
 namespace shardpull {
 namespace {
 
-// One dim of a copy: a step moves `source` elements in the source and `destination` elements in the window's parameter.
+// One dim of a copy: a step moves `source` elements in the source and `destination` elements in the window's
+// parameter.
 struct NestDim {
   std::int64_t size = 0, source = 0, destination = 0;
 };
@@ -36,11 +37,13 @@ struct Band {
   std::int64_t period = 0, low = 0, high = 0;
 };
 
-// Splits nests at the edges of a band and keeps what lies inside. A dim whose step is a multiple of the period does not
-// matter to the band and stays whole, so the number of results depends on the shapes, not on the sizes.
+// Splits nests at the edges of a band and keeps what lies inside. A dim whose step is a multiple of the
+// period does not matter to the band and stays whole, so the number of results depends on the shapes, not on
+// the sizes.
 class Clip {
  public:
-  Clip(const Band& band, std::size_t max_nests) : band_(band), max_nests_(max_nests), steps_left_(64 * max_nests) {}
+  Clip(const Band& band, std::size_t max_nests)
+      : band_(band), max_nests_(max_nests), steps_left_(64 * max_nests) {}
 
   // Appends the parts of `nest` inside the band, in order. False when there are too many.
   bool run(const Nest& nest, std::vector<Nest>& out) {
@@ -67,10 +70,13 @@ class Clip {
   }
 
  private:
-  static std::int64_t floor_div(std::int64_t a, std::int64_t b) { return a / b - (a % b != 0 && a < 0 ? 1 : 0); }
+  static std::int64_t floor_div(std::int64_t a, std::int64_t b) {
+    return a / b - (a % b != 0 && a < 0 ? 1 : 0);
+  }
 
   // Iterations [first, first + count) of dim d.
-  bool run_range(const Nest& nest, std::size_t d, std::int64_t first, std::int64_t count, std::vector<Nest>& out) {
+  bool run_range(const Nest& nest, std::size_t d, std::int64_t first, std::int64_t count,
+                 std::vector<Nest>& out) {
     if (count <= 0) return true;
     Nest part = nest;
     part.source += first * nest.dims[d].source;
@@ -80,7 +86,8 @@ class Clip {
     return run(part, out);
   }
 
-  bool run_each(const Nest& nest, std::size_t d, std::int64_t first, std::int64_t end, std::vector<Nest>& out) {
+  bool run_each(const Nest& nest, std::size_t d, std::int64_t first, std::int64_t end,
+                std::vector<Nest>& out) {
     for (std::int64_t t = first; t < end; ++t) {
       if (!run_range(nest, d, t, 1, out)) return false;
     }
@@ -88,7 +95,8 @@ class Clip {
   }
 
   // All of the nest is in one period and an edge of the band runs through it.
-  bool split_at_edges(const Nest& nest, std::size_t d, std::int64_t at, std::int64_t span, std::vector<Nest>& out) {
+  bool split_at_edges(const Nest& nest, std::size_t d, std::int64_t at, std::int64_t span,
+                      std::vector<Nest>& out) {
     const NestDim dim = nest.dims[d];
     const std::int64_t rest = span - (dim.size - 1) * dim.source;
     // Iterations that touch the band, and among them those that are inside as a whole.
@@ -97,18 +105,22 @@ class Clip {
     const std::int64_t inner_first = std::max(first, -floor_div(at - band_.low, dim.source));
     const std::int64_t inner_end = std::min(end, floor_div(band_.high - 1 - rest - at, dim.source) + 1);
     if (inner_first >= inner_end) return run_each(nest, d, first, end, out);
-    return run_each(nest, d, first, inner_first, out) && run_range(nest, d, inner_first, inner_end - inner_first, out) &&
+    return run_each(nest, d, first, inner_first, out) &&
+           run_range(nest, d, inner_first, inner_end - inner_first, out) &&
            run_each(nest, d, inner_end, end, out);
   }
 
   // The nest reaches into another period.
-  bool split_at_periods(const Nest& nest, std::size_t d, std::int64_t at, std::int64_t span, std::vector<Nest>& out) {
+  bool split_at_periods(const Nest& nest, std::size_t d, std::int64_t at, std::int64_t span,
+                        std::vector<Nest>& out) {
     const NestDim dim = nest.dims[d];
     if (band_.period % dim.source != 0) return run_each(nest, d, 0, dim.size, out);
     const std::int64_t rest = span - (dim.size - 1) * dim.source;
-    const std::int64_t next = ceil_div(band_.period - at, dim.source);  // the first iteration that begins in the next period
+    const std::int64_t next =
+        ceil_div(band_.period - at, dim.source);  // the first iteration that begins in the next period
     if (next >= dim.size) {
-      const std::int64_t whole = std::clamp<std::int64_t>(floor_div(band_.period - 1 - rest - at, dim.source) + 1, 0, dim.size);
+      const std::int64_t whole =
+          std::clamp<std::int64_t>(floor_div(band_.period - 1 - rest - at, dim.source) + 1, 0, dim.size);
       return run_range(nest, d, 0, whole, out) && run_each(nest, d, whole, dim.size, out);
     }
     // An incomplete period, as many whole ones as there are, and an incomplete one.
@@ -144,8 +156,8 @@ std::string part_text(std::string_view name, DType dtype, const Slice& slice) {
   return fmt::format("'{}' {} {}", name, dtype_name(dtype), to_string(slice));
 }
 
-// The window in units of wire elements. A window written as raw bytes has `unit` elements per wire element, innermost and
-// `unit_stride` apart; its dims then count wire elements.
+// The window in units of wire elements. A window written as raw bytes has `unit` elements per wire element,
+// innermost and `unit_stride` apart; its dims then count wire elements.
 struct Window {
   std::vector<Dim> dims;
   std::int64_t unit = 1, unit_stride = 1;
@@ -155,7 +167,8 @@ std::optional<Window> window_of(const Destination& destination, std::int64_t ele
   const std::int64_t size = product(destination.shape);
   if (elements == 0 || size % elements != 0) return std::nullopt;
   Window window{.dims = {}, .unit = size / elements};
-  for (std::size_t d = 0; d < destination.shape.size(); ++d) window.dims.push_back({destination.shape[d], destination.stride[d]});
+  for (std::size_t d = 0; d < destination.shape.size(); ++d)
+    window.dims.push_back({destination.shape[d], destination.stride[d]});
   if (window.unit == 1) return window;
   Dim& last = window.dims.back();
   if (last.size % window.unit != 0) return std::nullopt;
@@ -170,13 +183,15 @@ Status pair_up(const Scatter& scatter, const Window& window, std::string_view na
   std::int64_t first = 0;
   for (const Region& region : scatter.slice.regions) {
     const std::int64_t count = region.numel();
-    const std::array layouts{Layout(region.dims, region.offset), Layout(window.dims, scatter.destination.offset)};
+    const std::array layouts{Layout(region.dims, region.offset),
+                             Layout(window.dims, scatter.destination.offset)};
     const Loop all{.size = count, .step = {1, 1}};
     const std::array<std::int64_t, 2> start{0, first};
     if (!decompose(layouts, std::span(&all, 1), start, PieceOrder::kFree, kMaxPartsPerScatter, rectangles)) {
-      return plan_limit_error(fmt::format("{} falls into its destination in more than {} rectangles",
-                                          part_text(name, scatter.wire_dtype, scatter.slice), kMaxPartsPerScatter),
-                              std::string(name));
+      return plan_limit_error(
+          fmt::format("{} falls into its destination in more than {} rectangles",
+                      part_text(name, scatter.wire_dtype, scatter.slice), kMaxPartsPerScatter),
+          std::string(name));
     }
     first += count;
   }
@@ -199,8 +214,8 @@ void append_dim(Destination& window, std::int64_t size, std::int64_t stride) {
   }
 }
 
-// A tensor's dims and a box in it. Dims of which the box has everything are merged into the dim outside them, so that every
-// dim but the first is cut.
+// A tensor's dims and a box in it. Dims of which the box has everything are merged into the dim outside them,
+// so that every dim but the first is cut.
 struct PieceShape {
   std::vector<std::int64_t> sizes, start, kept;  // per merged dim
   std::vector<std::int64_t> weights;             // positions per step in the tensor
@@ -264,8 +279,8 @@ Result<std::vector<std::int64_t>> wire_shape(const TensorMeta& meta, DType wire)
   if (from == to) return shape;
   const auto bits = shape.empty() ? std::optional<std::int64_t>() : checked_mul(shape.back(), from);
   if (!bits || *bits % to != 0) {
-    return plan_error(fmt::format("'{}' {} {} cannot be read as {}", meta.name, dtype_name(meta.dtype), shape_text(meta.shape),
-                                  dtype_name(wire)),
+    return plan_error(fmt::format("'{}' {} {} cannot be read as {}", meta.name, dtype_name(meta.dtype),
+                                  shape_text(meta.shape), dtype_name(wire)),
                       meta.name);
   }
   shape.back() = *bits / to;
@@ -282,14 +297,15 @@ Result<Part> whole_part(const Scatter& scatter) {
   return part;
 }
 
-Result<std::vector<Part>> cut_by_pieces(const Scatter& scatter, const TensorMeta& meta, std::span<const OwnedPiece> pieces,
-                                        std::uint32_t first_piece) {
+Result<std::vector<Part>> cut_by_pieces(const Scatter& scatter, const TensorMeta& meta,
+                                        std::span<const OwnedPiece> pieces, std::uint32_t first_piece) {
   SHARDPULL_ASSIGN_OR_RETURN(const std::vector<std::int64_t> shape, wire_shape(meta, scatter.wire_dtype));
   const auto window = window_of(scatter.destination, scatter.slice.numel());
   if (!window) {
-    return plan_unimplemented(fmt::format("'{}' is held in pieces, and its copy into a {} view cannot be cut by them", meta.name,
-                                          dtype_name(scatter.destination.dtype)),
-                              meta.name);
+    return plan_unimplemented(
+        fmt::format("'{}' is held in pieces, and its copy into a {} view cannot be cut by them", meta.name,
+                    dtype_name(scatter.destination.dtype)),
+        meta.name);
   }
   std::vector<Nest> copy;
   SHARDPULL_RETURN_IF_ERROR(pair_up(scatter, *window, meta.name, copy));
@@ -298,10 +314,11 @@ Result<std::vector<Part>> cut_by_pieces(const Scatter& scatter, const TensorMeta
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     const auto box = wire_box(pieces[i].box, meta.dtype, scatter.wire_dtype);
     if (!box) {
-      return plan_unimplemented(fmt::format("'{}' is read as {}, but its piece {} in elements of {} ends within one or within a byte",
-                                            meta.name,
-                                            dtype_name(scatter.wire_dtype), to_string(pieces[i].box), dtype_name(meta.dtype)),
-                                meta.name);
+      return plan_unimplemented(
+          fmt::format(
+              "'{}' is read as {}, but its piece {} in elements of {} ends within one or within a byte",
+              meta.name, dtype_name(scatter.wire_dtype), to_string(pieces[i].box), dtype_name(meta.dtype)),
+          meta.name);
     }
     const PieceShape piece(shape, *box);
     std::vector<Nest> inside = copy;
@@ -310,9 +327,10 @@ Result<std::vector<Part>> cut_by_pieces(const Scatter& scatter, const TensorMeta
       Clip clip(band, kMaxPartsPerScatter);
       for (const Nest& nest : inside) {
         if (clip.run(nest, kept)) continue;
-        return plan_limit_error(fmt::format("piece {} cuts {} into more than {} parts", to_string(pieces[i].box),
-                                            part_text(meta.name, scatter.wire_dtype, scatter.slice), kMaxPartsPerScatter),
-                                meta.name);
+        return plan_limit_error(
+            fmt::format("piece {} cuts {} into more than {} parts", to_string(pieces[i].box),
+                        part_text(meta.name, scatter.wire_dtype, scatter.slice), kMaxPartsPerScatter),
+            meta.name);
       }
       inside = std::move(kept);
     }
@@ -338,7 +356,8 @@ Result<std::vector<Part>> cut_by_pieces(const Scatter& scatter, const TensorMeta
       Status fits = check_limits(part.slice);
       if (fits.ok()) fits = check_byte_runs(part.slice, scatter.wire_dtype);
       if (fits.ok() && part.destination.shape.size() > static_cast<std::size_t>(kMaxDims)) {
-        fits = plan_unimplemented(fmt::format("the destination has {} dims, at most {} allowed", part.destination.shape.size(), kMaxDims),
+        fits = plan_unimplemented(fmt::format("the destination has {} dims, at most {} allowed",
+                                              part.destination.shape.size(), kMaxDims),
                                   meta.name);
       }
       if (!fits.ok()) {
@@ -362,14 +381,18 @@ Status cut_by_rows(Part part, std::string_view name, std::uint64_t max_bytes, st
   const std::int64_t rows = *axis;
   const std::int64_t elements = part.slice.numel();
   const std::int64_t row_elements = elements / rows;
-  const auto row_bits = static_cast<std::uint64_t>(row_elements) * static_cast<std::uint64_t>(dtype_bits(part.wire_dtype));
+  const auto row_bits =
+      static_cast<std::uint64_t>(row_elements) * static_cast<std::uint64_t>(dtype_bits(part.wire_dtype));
 
-  // The window's dim that the rows run along; a window of raw bytes may have several of its rows to one of the copy.
+  // The window's dim that the rows run along; a window of raw bytes may have several of its rows to one of
+  // the copy.
   Destination& window = part.destination;
   const auto window_axis = std::find_if(window.shape.begin(), window.shape.end(), longer);
   if (window_axis == window.shape.end()) {
-    return plan_unimplemented(fmt::format("'{}' is larger than max_chunk_bytes, {}, and its copy cannot be cut into rows", name, max_bytes),
-                              std::string(name));
+    return plan_unimplemented(
+        fmt::format("'{}' is larger than max_chunk_bytes, {}, and its copy cannot be cut into rows", name,
+                    max_bytes),
+        std::string(name));
   }
   const auto d = static_cast<std::size_t>(window_axis - window.shape.begin());
   const std::int64_t window_rows = window.shape[d];
@@ -378,10 +401,12 @@ Status cut_by_rows(Part part, std::string_view name, std::uint64_t max_bytes, st
   if (static_cast<std::uint64_t>(unit) * row_bits % 8 != 0) unit *= 2;
 
   const std::uint64_t unit_bytes = static_cast<std::uint64_t>(unit) * row_bits / 8;
-  const std::int64_t most = unit * std::max<std::int64_t>(1, static_cast<std::int64_t>(max_bytes / unit_bytes));
+  const std::int64_t most =
+      unit * std::max<std::int64_t>(1, static_cast<std::int64_t>(max_bytes / unit_bytes));
   const std::int64_t runs = ceil_div(rows, most);
   if (runs > static_cast<std::int64_t>(kMaxChunks)) {
-    return plan_limit_error(fmt::format("max_chunk_bytes {} would cut '{}' into {} keys, at most {} allowed", max_bytes, name, runs, kMaxChunks),
+    return plan_limit_error(fmt::format("max_chunk_bytes {} would cut '{}' into {} keys, at most {} allowed",
+                                        max_bytes, name, runs, kMaxChunks),
                             std::string(name));
   }
   const std::int64_t each = ceil_div(ceil_div(rows, runs), unit) * unit;
@@ -389,7 +414,8 @@ Status cut_by_rows(Part part, std::string_view name, std::uint64_t max_bytes, st
     const std::int64_t count = std::min(each, rows - first);
     Part run = part;
     auto slice = slice_range(part.slice, first * row_elements, count * row_elements);
-    if (!slice.ok()) return slice.status().with_context(fmt::format("rows [{}, {}) of '{}'", first, first + count, name));
+    if (!slice.ok())
+      return slice.status().with_context(fmt::format("rows [{}, {}) of '{}'", first, first + count, name));
     run.slice = std::move(slice).value();
     run.shape[static_cast<std::size_t>(axis - part.shape.begin())] = count;
     const std::int64_t window_first = first * window_rows / rows;

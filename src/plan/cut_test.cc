@@ -1,5 +1,5 @@
-// Goal: cutting a copy by pieces and by rows moves every element exactly once to where the uncut copy puts it, from the piece
-// that holds it, and costs as few keys as the shapes allow.
+// Goal: cutting a copy by pieces and by rows moves every element exactly once to where the uncut copy puts
+// it, from the piece that holds it, and costs as few keys as the shapes allow.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -24,7 +24,11 @@ Scatter scatter_of(const Tensor& source) {
   scatter.wire_dtype = source.dtype();
   scatter.slice = must(source.slice());
   scatter.shape = source.shape();
-  scatter.destination = {.parameter = 0, .dtype = source.dtype(), .offset = 0, .shape = source.shape(), .stride = contiguous_stride(source.shape())};
+  scatter.destination = {.parameter = 0,
+                         .dtype = source.dtype(),
+                         .offset = 0,
+                         .shape = source.shape(),
+                         .stride = contiguous_stride(source.shape())};
   return scatter;
 }
 
@@ -39,8 +43,8 @@ Moves moves_of(const Scatter& scatter) {
   return moves;
 }
 
-Moves moves_of(const std::vector<Part>& parts, const std::vector<OwnedPiece>& pieces, std::uint32_t first_piece,
-               const std::vector<std::int64_t>& shape) {
+Moves moves_of(const std::vector<Part>& parts, const std::vector<OwnedPiece>& pieces,
+               std::uint32_t first_piece, const std::vector<std::int64_t>& shape) {
   Moves moves;
   for (const Part& part : parts) {
     std::vector<std::int64_t> positions;
@@ -51,7 +55,8 @@ Moves moves_of(const std::vector<Part>& parts, const std::vector<OwnedPiece>& pi
     EXPECT_EQ(part.bytes, bytes_of(part.wire_dtype, static_cast<std::int64_t>(from.size())).value());
     EXPECT_LE(part.destination.shape.size(), static_cast<std::size_t>(kMaxDims));
     for (std::size_t i = 0; i < from.size() && i < to.size(); ++i) {
-      const std::int64_t position = part.piece != 0 ? positions.at(static_cast<std::size_t>(from[i])) : from[i];
+      const std::int64_t position =
+          part.piece != 0 ? positions.at(static_cast<std::size_t>(from[i])) : from[i];
       EXPECT_TRUE(moves.try_emplace(to[i], position).second) << "written twice";
     }
   }
@@ -117,7 +122,9 @@ TEST(CutByPieces, stacked_experts_on_any_dim) {
   const TensorMeta w = meta("w", {6, 4, 8});
   const Tensor fake = must(Tensor::fake(w.name, w.dtype, w.shape));
   EXPECT_EQ(cut(scatter_of(must(fake.select(0, 3))), w, grid({{2, 2, 2}, {4}, {8}})).size(), 1u);
-  EXPECT_EQ(cut(scatter_of(must(must(fake.narrow(0, 1, 4)).transpose(1, 2))), w, grid({{6}, {1, 3}, {8}})).size(), 2u);
+  EXPECT_EQ(
+      cut(scatter_of(must(must(fake.narrow(0, 1, 4)).transpose(1, 2))), w, grid({{6}, {1, 3}, {8}})).size(),
+      2u);
   EXPECT_EQ(cut(scatter_of(fake), w, grid({{3, 3}, {2, 2}, {5, 3}})).size(), 8u);
 }
 
@@ -142,7 +149,8 @@ TEST(CutByPieces, dtype_views_are_cut_in_elements_of_the_wire) {
 TEST(CutByPieces, windows_of_raw_bytes_keep_their_bytes_together) {
   const TensorMeta w = meta("w", {6, 4}, DType::kBF16);
   Scatter scatter = scatter_of(must(Tensor::fake(w.name, w.dtype, w.shape)));
-  scatter.destination = {.parameter = 0, .dtype = DType::kU8, .offset = 3, .shape = {6, 8}, .stride = {10, 1}};
+  scatter.destination = {
+      .parameter = 0, .dtype = DType::kU8, .offset = 3, .shape = {6, 8}, .stride = {10, 1}};
   const auto pieces = grid({{6}, {1, 3}});
   const auto parts = must(cut_by_pieces(scatter, w, pieces, 0));
   ASSERT_EQ(parts.size(), 2u);
@@ -174,7 +182,9 @@ Tensor random_chain(Random& random, Tensor tensor) {
         if (dims > 1) next = tensor.transpose(random.between(0, dims - 1), random.between(0, dims - 1));
         break;
       case 2:
-        if (dims > 0) next = tensor.index({IndexSlice{.start = random.between(0, 1), .stop = std::nullopt, .step = random.between(1, 3)}});
+        if (dims > 0)
+          next = tensor.index({IndexSlice{
+              .start = random.between(0, 1), .stop = std::nullopt, .step = random.between(1, 3)}});
         break;
       case 3:
         if (dims > 0) next = tensor.reshape({-1});
@@ -200,7 +210,11 @@ Tensor random_chain(Random& random, Tensor tensor) {
 
 // A window with gaps and permuted strides for a shape, non-overlapping.
 Destination random_window(Random& random, const Tensor& source) {
-  Destination window{.parameter = 0, .dtype = source.dtype(), .offset = random.between(0, 5), .shape = source.shape(), .stride = {}};
+  Destination window{.parameter = 0,
+                     .dtype = source.dtype(),
+                     .offset = random.between(0, 5),
+                     .shape = source.shape(),
+                     .stride = {}};
   std::vector<std::size_t> order(window.shape.size());
   for (std::size_t d = 0; d < order.size(); ++d) order[d] = d;
   if (random.below(2) == 0) {
@@ -253,7 +267,8 @@ TEST(CutByRows, balanced_runs_within_the_limit) {
   EXPECT_EQ(parts[1].slice, (Slice{{{.offset = 200, .dims = {{200, 1}}}}}));
   EXPECT_EQ(parts[1].destination.offset, 200);
   EXPECT_EQ(parts[1].destination.shape, (std::vector<std::int64_t>{25, 8}));
-  EXPECT_EQ(moves_of(parts, {}, 0, w.shape), moves_of(scatter_of(must(Tensor::fake(w.name, w.dtype, w.shape)))));
+  EXPECT_EQ(moves_of(parts, {}, 0, w.shape),
+            moves_of(scatter_of(must(Tensor::fake(w.name, w.dtype, w.shape)))));
 
   parts.clear();
   ASSERT_TRUE(cut_by_rows(whole, "w", 1, parts).ok());  // a single row may be larger
@@ -310,8 +325,10 @@ TEST(CutByRows, random_chains_keep_their_elements) {
     ASSERT_TRUE(status.ok()) << status.message();
     ASSERT_EQ(moves_of(parts, {}, 0, shape), moves_of(scatter));
     for (const Part& part : parts) {
-      const auto rows = std::find_if(part.shape.begin(), part.shape.end(), [](std::int64_t size) { return size > 1; });
-      const bool one_row = parts.size() > 1 && part.bytes * parts.size() >= parts.front().bytes;  // cut as far as it goes
+      const auto rows =
+          std::find_if(part.shape.begin(), part.shape.end(), [](std::int64_t size) { return size > 1; });
+      const bool one_row =
+          parts.size() > 1 && part.bytes * parts.size() >= parts.front().bytes;  // cut as far as it goes
       ASSERT_TRUE(part.bytes <= limit || rows == part.shape.end() || one_row);
     }
   }

@@ -23,7 +23,8 @@ constexpr std::size_t kShownRanks = 8;
 
 std::string ranks_text(const std::vector<std::uint32_t>& ranks) {
   const std::size_t shown = std::min(ranks.size(), kShownRanks);
-  std::string text = fmt::format("{}", fmt::join(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(shown), ", "));
+  std::string text =
+      fmt::format("{}", fmt::join(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(shown), ", "));
   if (shown < ranks.size()) text += fmt::format(", ... ({} in all)", ranks.size());
   return text;
 }
@@ -50,11 +51,14 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
 std::string unknown_name(const InitTables& tables, std::string_view name) {
   constexpr std::size_t kSuggestions = 3;
   std::vector<std::pair<std::size_t, std::size_t>> nearest;  // (distance, name)
-  for (std::size_t i = 0; i < tables.metadata.size(); ++i) nearest.emplace_back(edit_distance(tables.metadata[i].name, name), i);
+  for (std::size_t i = 0; i < tables.metadata.size(); ++i)
+    nearest.emplace_back(edit_distance(tables.metadata[i].name, name), i);
   const std::size_t shown = std::min(kSuggestions, nearest.size());
   std::partial_sort(nearest.begin(), nearest.begin() + static_cast<std::ptrdiff_t>(shown), nearest.end());
-  std::string text = fmt::format("no tensor is named '{}' among {} names; the nearest are:\n", name, tables.metadata.size());
-  for (std::size_t i = 0; i < shown; ++i) text += fmt::format("  {}\n", tables.metadata[nearest[i].second].name);
+  std::string text =
+      fmt::format("no tensor is named '{}' among {} names; the nearest are:\n", name, tables.metadata.size());
+  for (std::size_t i = 0; i < shown; ++i)
+    text += fmt::format("  {}\n", tables.metadata[nearest[i].second].name);
   return text;
 }
 
@@ -73,42 +77,52 @@ std::string path_reason(const InitTables& tables, const Chunk& chunk) {
       const TensorMeta& meta = tables.metadata[key.name];
       const auto bytes = bytes_of(meta.dtype, checked_numel(meta.shape).value_or(0));
       if (!bytes.ok() || *bytes <= tables.export_pack_limit) continue;
-      return fmt::format("trainer {} does not hold '{}' in memory that can be mapped, and its {} are above export_pack_limit, {}",
-                         producer, meta.name, format_bytes(*bytes), format_bytes(tables.export_pack_limit));
+      return fmt::format(
+          "trainer {} does not hold '{}' in memory that can be mapped, and its {} are above "
+          "export_pack_limit, {}",
+          producer, meta.name, format_bytes(*bytes), format_bytes(tables.export_pack_limit));
     }
   }
   return "asked for, or the transport cannot map";
 }
 
-std::string explain_key(const InitTables& tables, const WorkerPlan& plan, const Recording& recording, const Chunk& chunk,
-                        std::uint32_t k) {
+std::string explain_key(const InitTables& tables, const WorkerPlan& plan, const Recording& recording,
+                        const Chunk& chunk, std::uint32_t k) {
   const ChunkKey& key = chunk.keys[k];
-  const auto run = std::find_if(chunk.runs.begin(), chunk.runs.end(),
-                                [&](const Run& r) { return k >= r.first_key && k < r.first_key + r.key_count; });
+  const auto run = std::find_if(chunk.runs.begin(), chunk.runs.end(), [&](const Run& r) {
+    return k >= r.first_key && k < r.first_key + r.key_count;
+  });
   if (run == chunk.runs.end()) return {};
   const std::uint32_t workers = effective_workers_per_replica(tables);
   std::vector<std::uint32_t> owners = chunk.candidates;
   std::sort(owners.begin(), owners.end());
   const std::vector<std::uint32_t> block = route_block(owners, plan.consumer, workers);
 
-  std::string text = fmt::format("  {} {} from trainer {}, {}: chunk {}, key {}, bytes {} to {} of {}, seq {}\n",
-                                 format_bytes(key.bytes), dtype_name(key.wire_dtype), run->producer, to_string(chunk.path),
-                                 chunk.chunk_id, k, key.offset, key.offset + key.bytes, chunk.bytes, run->seq);
-  text += fmt::format("    elements {}{}\n", to_string(key.slice),
-                      key.piece == 0 ? std::string() : fmt::format(" of piece {}", to_string(tables.ownership.pieces[key.piece - 1].box)));
+  std::string text =
+      fmt::format("  {} {} from trainer {}, {}: chunk {}, key {}, bytes {} to {} of {}, seq {}\n",
+                  format_bytes(key.bytes), dtype_name(key.wire_dtype), run->producer, to_string(chunk.path),
+                  chunk.chunk_id, k, key.offset, key.offset + key.bytes, chunk.bytes, run->seq);
+  text += fmt::format(
+      "    elements {}{}\n", to_string(key.slice),
+      key.piece == 0 ? std::string()
+                     : fmt::format(" of piece {}", to_string(tables.ownership.pieces[key.piece - 1].box)));
   for (const PlannedScatter& scatter : chunk.scatters) {
     if (scatter.key != k) continue;
     const Destination& to = scatter.destination;
     const RecordedParameter& parameter = recording.parameters[to.parameter];
-    text += fmt::format("    into {} {} {}: offset {}, shape {}, stride {}\n", parameter_name(recording, to.parameter),
-                        dtype_name(parameter.dtype), shape_text(parameter.shape), to.offset, shape_text(to.shape), shape_text(to.stride));
+    text += fmt::format("    into {} {} {}: offset {}, shape {}, stride {}\n",
+                        parameter_name(recording, to.parameter), dtype_name(parameter.dtype),
+                        shape_text(parameter.shape), to.offset, shape_text(to.shape), shape_text(to.stride));
     if (to.dtype == parameter.dtype && to.dtype != key.wire_dtype) {
-      text += fmt::format("    converted from {} to {} where it lands\n", dtype_name(key.wire_dtype), dtype_name(to.dtype));
+      text += fmt::format("    converted from {} to {} where it lands\n", dtype_name(key.wire_dtype),
+                          dtype_name(to.dtype));
     }
   }
-  text += fmt::format("    why trainer {}: of {} (owner class {}) worker {} of {} takes from {}; gather group {} rotates to place {}\n",
-                      run->producer, trainers_text(owners), chunk.owner_class, plan.consumer % workers, workers, ranks_text(block),
-                      chunk.group, block.empty() ? 0 : chunk.group % block.size());
+  text += fmt::format(
+      "    why trainer {}: of {} (owner class {}) worker {} of {} takes from {}; gather group {} rotates to "
+      "place {}\n",
+      run->producer, trainers_text(owners), chunk.owner_class, plan.consumer % workers, workers,
+      ranks_text(block), chunk.group, block.empty() ? 0 : chunk.group % block.size());
   if (chunk.candidates.size() > 1) {
     std::vector<std::uint32_t> others;
     for (const std::uint32_t candidate : chunk.candidates) {
@@ -120,8 +134,16 @@ std::string explain_key(const InitTables& tables, const WorkerPlan& plan, const 
   return text;
 }
 
-std::string explain_worker(const InitTables& tables, const WorkerPlan& plan, const Recording& recording, std::uint32_t name) {
+std::string explain_worker(const InitTables& tables, const WorkerPlan& plan, const Recording& recording,
+                           std::uint32_t name) {
   std::string text;
+  for (const Scatter& scatter : recording.scatters) {
+    if (scatter.name != name) continue;
+    text += fmt::format("  {} takes {} {}: {}\n", parameter_name(recording, scatter.destination.parameter),
+                        dtype_name(scatter.wire_dtype), shape_text(scatter.shape),
+                        scatter.chain.empty() ? "all of it" : scatter.chain);
+    if (scatter.slice.numel() == 0) text += "    no elements: nothing is pulled for it\n";
+  }
   for (const Chunk& chunk : plan.chunks) {
     for (std::uint32_t k = 0; k < chunk.keys.size(); ++k) {
       if (chunk.keys[k].name == name) text += explain_key(tables, plan, recording, chunk, k);
@@ -129,13 +151,15 @@ std::string explain_worker(const InitTables& tables, const WorkerPlan& plan, con
   }
   if (!text.empty()) return text;
   const auto dead = std::lower_bound(recording.dead.begin(), recording.dead.end(), name);
-  if (dead == recording.dead.end() || *dead != name) return "  live, but its slice here has no elements\n";
+  if (dead == recording.dead.end() || *dead != name) return "  in no plan of this worker\n";
   const auto at = static_cast<std::size_t>(dead - recording.dead.begin());
-  const std::string reason = at < recording.unused_reasons.size() ? recording.unused_reasons[at] : std::string();
+  const std::string reason =
+      at < recording.unused_reasons.size() ? recording.unused_reasons[at] : std::string();
   return fmt::format("  dead here{}{}\n", reason.empty() ? "" : ": ", reason);
 }
 
-// Columns as wide as their widest cell, two spaces apart, numbers and all aligned right but for the first column.
+// Columns as wide as their widest cell, two spaces apart, numbers and all aligned right but for the first
+// column.
 class Table {
  public:
   explicit Table(std::vector<std::string> header) { rows_.push_back(std::move(header)); }
@@ -161,22 +185,25 @@ class Table {
 
 }  // namespace
 
-std::string explain(const InitTables& tables, const std::vector<WorkerPlan>& plans, const std::vector<Recording>& recordings,
-                    std::string_view name) {
-  const auto found = std::find_if(tables.metadata.begin(), tables.metadata.end(), [&](const TensorMeta& meta) { return meta.name == name; });
+std::string explain(const InitTables& tables, const std::vector<WorkerPlan>& plans,
+                    const std::vector<Recording>& recordings, std::string_view name) {
+  const auto found = std::find_if(tables.metadata.begin(), tables.metadata.end(),
+                                  [&](const TensorMeta& meta) { return meta.name == name; });
   if (found == tables.metadata.end()) return unknown_name(tables, name);
   const auto index = static_cast<std::uint32_t>(found - tables.metadata.begin());
   const std::uint32_t group = group_of_names(tables)[index];
 
-  std::string text = fmt::format("{} {} {}, {}; name {}, gather group {}\n", found->name, dtype_name(found->dtype),
-                                 shape_text(found->shape), format_bytes(bytes_of(found->dtype, checked_numel(found->shape).value_or(0)).value()),
-                                 index, group);
+  std::string text = fmt::format(
+      "{} {} {}, {}; name {}, gather group {}\n", found->name, dtype_name(found->dtype),
+      shape_text(found->shape),
+      format_bytes(bytes_of(found->dtype, checked_numel(found->shape).value_or(0)).value()), index, group);
   const Ownership& own = tables.ownership;
   if (own.name_owner_class.empty()) {
     text += fmt::format("held whole by every trainer ({})\n", tables.producers.size());
   } else if (own.name_owner_class[index] >= 0) {
     const auto owner_class = static_cast<std::uint32_t>(own.name_owner_class[index]);
-    text += fmt::format("held whole by {} (owner class {})\n", trainers_text(own.owner_sets[owner_class]), owner_class);
+    text += fmt::format("held whole by {} (owner class {})\n", trainers_text(own.owner_sets[owner_class]),
+                        owner_class);
   } else {
     for (const OwnedPiece& piece : own.pieces) {
       if (piece.name != index) continue;
@@ -191,12 +218,14 @@ std::string explain(const InitTables& tables, const std::vector<WorkerPlan>& pla
   return text;
 }
 
-std::string summarise(const InitTables& tables, const std::vector<WorkerPlan>& plans, const std::vector<Recording>& recordings) {
+std::string summarise(const InitTables& tables, const std::vector<WorkerPlan>& plans,
+                      const std::vector<Recording>& recordings) {
   const std::uint32_t workers = effective_workers_per_replica(tables);
-  std::string text = fmt::format("{} trainer{}, {} worker{} in {} replica{}, ring depth {}; {} names in {} gather groups\n\n",
-                                 tables.producers.size(), tables.producers.size() == 1 ? "" : "s", tables.num_consumers,
-                                 tables.num_consumers == 1 ? "" : "s", tables.num_replicas, tables.num_replicas == 1 ? "" : "s",
-                                 tables.ring_depth, tables.metadata.size(), tables.group_lens.size());
+  std::string text = fmt::format(
+      "{} trainer{}, {} worker{} in {} replica{}, ring depth {}; {} names in {} gather groups\n\n",
+      tables.producers.size(), tables.producers.size() == 1 ? "" : "s", tables.num_consumers,
+      tables.num_consumers == 1 ? "" : "s", tables.num_replicas, tables.num_replicas == 1 ? "" : "s",
+      tables.ring_depth, tables.metadata.size(), tables.group_lens.size());
 
   struct Served {
     std::uint64_t bytes = 0;
@@ -207,7 +236,8 @@ std::string summarise(const InitTables& tables, const std::vector<WorkerPlan>& p
   std::uint64_t hottest_bytes = 0;
   std::pair<std::uint32_t, std::uint32_t> hottest{0, 0};
 
-  Table table({"worker", "kept", "moved", "chunks", "keys", "largest", "mapped", "receive slots", "groups not taken", "dead names", "conversions"});
+  Table table({"worker", "kept", "moved", "chunks", "keys", "largest", "mapped", "receive slots",
+               "groups not taken", "dead names", "conversions"});
   for (std::size_t i = 0; i < plans.size(); ++i) {
     const WorkerPlan& plan = plans[i];
     std::uint64_t keys = 0, largest = 0, mapped = 0;
@@ -217,7 +247,8 @@ std::string summarise(const InitTables& tables, const std::vector<WorkerPlan>& p
       largest = std::max(largest, chunk.bytes);
       mapped += chunk.path == Path::kMapped ? 1 : 0;
       for (const Run& run : chunk.runs) {
-        for (std::uint32_t k = run.first_key; k < run.first_key + run.key_count; ++k) from[run.producer] += chunk.keys[k].bytes;
+        for (std::uint32_t k = run.first_key; k < run.first_key + run.key_count; ++k)
+          from[run.producer] += chunk.keys[k].bytes;
         served[run.producer].pulls += 1;
         if (chunk.path == Path::kPacked) {
           std::uint64_t& slot = served[run.producer].slot[plan.sharing_group];
@@ -232,10 +263,14 @@ std::string summarise(const InitTables& tables, const std::vector<WorkerPlan>& p
         hottest = {producer, plan.consumer};
       }
     }
-    table.add({fmt::format("{}", plan.consumer), format_bytes(plan.bytes_kept), format_bytes(plan.bytes_planned),
-               fmt::format("{}", plan.chunks.size()), fmt::format("{}", keys), format_bytes(largest), fmt::format("{}", mapped),
-               plan.receive_slot_bytes == 0 ? "-" : fmt::format("{} x {}", plan.ring_depth, format_bytes(plan.receive_slot_bytes)),
-               fmt::format("{}", plan.pre_free.size()), i < recordings.size() ? fmt::format("{}", recordings[i].dead.size()) : "-",
+    table.add({fmt::format("{}", plan.consumer), format_bytes(plan.bytes_kept),
+               format_bytes(plan.bytes_planned), fmt::format("{}", plan.chunks.size()),
+               fmt::format("{}", keys), format_bytes(largest), fmt::format("{}", mapped),
+               plan.receive_slot_bytes == 0
+                   ? "-"
+                   : fmt::format("{} x {}", plan.ring_depth, format_bytes(plan.receive_slot_bytes)),
+               fmt::format("{}", plan.pre_free.size()),
+               i < recordings.size() ? fmt::format("{}", recordings[i].dead.size()) : "-",
                i < recordings.size() ? fmt::format("{}", recordings[i].conversions.size()) : "-"});
   }
   text += table.text() + "\n";
@@ -244,15 +279,17 @@ std::string summarise(const InitTables& tables, const std::vector<WorkerPlan>& p
   for (std::uint32_t producer = 0; producer < served.size(); ++producer) {
     std::uint64_t slots = 0;
     for (const auto& [group, bytes] : served[producer].slot) slots += bytes * tables.ring_depth;
-    trainers.add({fmt::format("{}", producer), format_bytes(served[producer].bytes), fmt::format("{}", served[producer].pulls),
-                  slots == 0 ? "-" : format_bytes(slots)});
+    trainers.add({fmt::format("{}", producer), format_bytes(served[producer].bytes),
+                  fmt::format("{}", served[producer].pulls), slots == 0 ? "-" : format_bytes(slots)});
   }
   text += trainers.text();
   if (hottest_bytes > 0) {
-    text += fmt::format("\nhottest pair: trainer {} to worker {}, {}\n", hottest.first, hottest.second, format_bytes(hottest_bytes));
+    text += fmt::format("\nhottest pair: trainer {} to worker {}, {}\n", hottest.first, hottest.second,
+                        format_bytes(hottest_bytes));
   }
   if (workers < tables.num_consumers) {
-    text += fmt::format("replicas share serve slots: {} sharing groups of {}\n", workers, tables.num_consumers / workers);
+    text += fmt::format("replicas share serve slots: {} sharing groups of {}\n", workers,
+                        tables.num_consumers / workers);
   }
   for (std::size_t i = 0; i < plans.size() && i < recordings.size(); ++i) {
     for (const std::string& conversion : recordings[i].conversions) {

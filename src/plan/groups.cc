@@ -16,11 +16,10 @@
 namespace shardpull {
 namespace {
 
-// "model.layers." and "3" of "model.layers.03.mlp.w": the text before the first all-digit part, and that part without its
-// leading zeros ("0" for zero).
+// "model.layers." and "3" of "model.layers.03.mlp.w": the text before the first all-digit part, and that part
+// without its leading zeros ("0" for zero).
 struct GroupKey {
   std::string_view prefix, value;
-  friend bool operator==(const GroupKey&, const GroupKey&) = default;
 };
 
 bool all_digits(std::string_view part) {
@@ -41,11 +40,16 @@ std::optional<GroupKey> group_key(std::string_view name) {
   }
 }
 
-// Unambiguous: the value is the first part of digits, so a label splits into prefix and value in one way only.
-std::string label_of(const GroupKey& key) { return std::string(key.prefix).append(key.value); }
+// Unambiguous: the value is the first part of digits, so a label splits into prefix and value in one way
+// only.
+std::string label_of(const GroupKey& key) {
+  return std::string(key.prefix).append(key.value);
+}
 
 // As numbers of any length; values carry no leading zeros.
-bool value_less(std::string_view a, std::string_view b) { return a.size() != b.size() ? a.size() < b.size() : a < b; }
+bool value_less(std::string_view a, std::string_view b) {
+  return a.size() != b.size() ? a.size() < b.size() : a < b;
+}
 
 }  // namespace
 
@@ -57,7 +61,9 @@ Result<std::vector<GatherGroup>> form_groups(const std::vector<TensorMeta>& meta
   for (std::uint32_t i = 0; i < metadata.size(); ++i) {
     const std::string& name = metadata[i].name;
     if (const auto [place, fresh] = place_of_name.try_emplace(name, i); !fresh) {
-      return plan_error(fmt::format("name '{}' appears twice in the metadata: at {} and at {}", name, place->second, i), name);
+      return plan_error(
+          fmt::format("name '{}' appears twice in the metadata: at {} and at {}", name, place->second, i),
+          name);
     }
     const auto key = group_key(name);
     const std::string label = key ? label_of(*key) : std::string();
@@ -70,11 +76,11 @@ Result<std::vector<GatherGroup>> form_groups(const std::vector<TensorMeta>& meta
       if (const auto [known, fresh] = group_of_label.try_emplace(label, group); !fresh) {
         const GatherGroup& before = groups[known->second];
         const std::uint32_t last = before.first + before.count - 1;
-        return plan_error(
-            fmt::format("gather group '{}' returns after another group: name '{}' at {} belongs to it, but it ended with "
-                        "'{}' at {}; give the names group by group",
-                        label, name, i, metadata[last].name, last),
-            name);
+        return plan_error(fmt::format("gather group '{}' returns after another group: name '{}' at {} "
+                                      "belongs to it, but it ended with "
+                                      "'{}' at {}; give the names group by group",
+                                      label, name, i, metadata[last].name, last),
+                          name);
       }
     }
     groups.push_back({.first = i, .count = 1, .label = label});
@@ -93,14 +99,17 @@ std::vector<std::uint32_t> normalise(const std::vector<std::string>& names) {
   std::unordered_map<std::string_view, std::uint32_t> prefixes;
   for (std::uint32_t i = 0; i < names.size(); ++i) {
     if (const auto key = group_key(names[i])) {
-      const auto number = prefixes.try_emplace(key->prefix, static_cast<std::uint32_t>(prefixes.size())).first->second;
+      const auto number =
+          prefixes.try_emplace(key->prefix, static_cast<std::uint32_t>(prefixes.size())).first->second;
       indexed.push_back({.prefix = number, .value = key->value, .name = i});
     } else {
       (indexed.empty() ? order : trailing).push_back(i);
     }
   }
-  std::stable_sort(indexed.begin(), indexed.end(), [](const Indexed& a, const Indexed& b) {
-    return a.prefix != b.prefix ? a.prefix < b.prefix : value_less(a.value, b.value);
+  std::sort(indexed.begin(), indexed.end(), [](const Indexed& a, const Indexed& b) {
+    if (a.prefix != b.prefix) return a.prefix < b.prefix;
+    if (a.value != b.value) return value_less(a.value, b.value);
+    return a.name < b.name;
   });
   for (const Indexed& item : indexed) order.push_back(item.name);
   order.insert(order.end(), trailing.begin(), trailing.end());

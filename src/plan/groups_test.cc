@@ -29,13 +29,14 @@ std::vector<std::string> labels(const std::vector<std::string>& names) {
 }
 
 TEST(Groups, one_per_layer_and_one_per_run_of_other_names) {
-  EXPECT_EQ(labels({"lm_head.weight", "model.embed_tokens.weight", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a",
-                    "model.norm.weight"}),
+  EXPECT_EQ(labels({"lm_head.weight", "model.embed_tokens.weight", "model.layers.0.a", "model.layers.0.b",
+                    "model.layers.1.a", "model.norm.weight"}),
             (std::vector<std::string>{"*2", "model.layers.0*2", "model.layers.1*1", "*1"}));
 }
 
 TEST(Groups, the_first_part_of_digits_decides) {
-  EXPECT_EQ(labels({"model.layers.3.mlp.experts.7.w1", "model.layers.3.mlp.experts.8.w1", "transformer.h.0.w", "visual.blocks.0.w"}),
+  EXPECT_EQ(labels({"model.layers.3.mlp.experts.7.w1", "model.layers.3.mlp.experts.8.w1", "transformer.h.0.w",
+                    "visual.blocks.0.w"}),
             (std::vector<std::string>{"model.layers.3*2", "transformer.h.0*1", "visual.blocks.0*1"}));
 }
 
@@ -48,7 +49,8 @@ TEST(Groups, digits_may_be_the_first_or_the_last_part) {
 }
 
 TEST(Groups, values_compare_as_numbers_of_any_length) {
-  EXPECT_EQ(labels({"l.00.a", "l.0.b", "l.000000000000000000000000000001.a", "l.1.b", "l.123456789012345678901234567890.a"}),
+  EXPECT_EQ(labels({"l.00.a", "l.0.b", "l.000000000000000000000000000001.a", "l.1.b",
+                    "l.123456789012345678901234567890.a"}),
             (std::vector<std::string>{"l.0*2", "l.1*2", "l.123456789012345678901234567890*1"}));
 }
 
@@ -80,7 +82,8 @@ TEST(Groups, a_key_that_returns_is_refused_naming_name_and_places) {
 TEST(Groups, a_name_given_twice_is_refused) {
   const auto groups = form_groups(named({"a", "l.0.a", "a"}));
   ASSERT_FALSE(groups.ok());
-  EXPECT_NE(groups.status().message().find("'a' appears twice"), std::string::npos) << groups.status().message();
+  EXPECT_NE(groups.status().message().find("'a' appears twice"), std::string::npos)
+      << groups.status().message();
   EXPECT_NE(groups.status().message().find("at 0 and at 2"), std::string::npos) << groups.status().message();
 }
 
@@ -88,7 +91,8 @@ TEST(Groups, normalise_gives_the_reference_order) {
   const std::vector<std::string> names{"embed", "l.10.a", "v.1.a", "norm", "l.2.b", "l.2.a", "v.0.a", "head"};
   std::vector<std::string> sorted;
   for (const std::uint32_t i : normalise(names)) sorted.push_back(names[i]);
-  EXPECT_EQ(sorted, (std::vector<std::string>{"embed", "l.2.b", "l.2.a", "l.10.a", "v.0.a", "v.1.a", "norm", "head"}));
+  EXPECT_EQ(sorted, (std::vector<std::string>{"embed", "l.2.b", "l.2.a", "l.10.a", "v.0.a", "v.1.a", "norm",
+                                              "head"}));
   EXPECT_TRUE(form_groups(named(sorted)).ok());
   EXPECT_TRUE(normalise({}).empty());
 }
@@ -103,9 +107,11 @@ TEST(MetadataDigest, covers_count_names_dtypes_shapes_and_order) {
   reshaped[0].shape = {3, 2};
   std::swap(swapped[0], swapped[1]);
   longer.push_back(meta("c", {}));
-  for (const auto* other : {&renamed, &retyped, &reshaped, &swapped, &longer}) EXPECT_NE(metadata_digest(*other), digest);
+  for (const auto* other : {&renamed, &retyped, &reshaped, &swapped, &longer})
+    EXPECT_NE(metadata_digest(*other), digest);
   // Names and dims cannot trade bytes.
-  EXPECT_NE(metadata_digest({meta("ab", {}), meta("c", {})}), metadata_digest({meta("a", {}), meta("bc", {})}));
+  EXPECT_NE(metadata_digest({meta("ab", {}), meta("c", {})}),
+            metadata_digest({meta("a", {}), meta("bc", {})}));
   EXPECT_EQ(to_string(digest).size(), 32u);
 }
 

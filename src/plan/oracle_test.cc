@@ -1,5 +1,5 @@
-// Goal: the chunk cut, packed layouts, order, signals and owners of the recorded plans, with the recording's settings: one
-// chunk per group and owner class, packed.
+// Goal: the chunk cut, packed layouts, order, signals and owners of the recorded plans, with the recording's
+// settings: one chunk per group and owner class, packed.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -23,7 +23,8 @@ InitTables tables_of(const Oracle& oracle) {
   for (int p = 0; p < oracle.num_producers; ++p) tables.producers.push_back("trainer-" + std::to_string(p));
   tables.metadata = oracle.names;
   tables.group_lens = oracle.group_lens;
-  tables.ownership = {.owner_sets = oracle.owner_sets, .name_owner_class = oracle.name_owner_class, .pieces = {}};
+  tables.ownership = {
+      .owner_sets = oracle.owner_sets, .name_owner_class = oracle.name_owner_class, .pieces = {}};
   tables.producer_mappable.assign(tables.producers.size(), 1);
   tables.num_consumers = static_cast<std::uint32_t>(oracle.num_consumers);
   tables.num_replicas = static_cast<std::uint32_t>(oracle.num_replicas);
@@ -37,14 +38,20 @@ Recording recording_of(const Oracle& oracle) {
   std::vector<bool> live(oracle.names.size(), false);
   for (const auto& scatter : oracle.scatters) {
     live[scatter.name] = true;
-    const auto module = modules.try_emplace(scatter.module, static_cast<std::uint32_t>(recording.modules.size()));
-    if (module.second) recording.modules.push_back({.name = scatter.module, .type = scatter.type, .baked = true});
+    const auto module =
+        modules.try_emplace(scatter.module, static_cast<std::uint32_t>(recording.modules.size()));
+    if (module.second)
+      recording.modules.push_back({.name = scatter.module, .type = scatter.type, .baked = true});
     const std::string path = scatter.module + "." + scatter.parameter;
-    const auto parameter = parameters.try_emplace(path, static_cast<std::uint32_t>(recording.parameters.size()));
+    const auto parameter =
+        parameters.try_emplace(path, static_cast<std::uint32_t>(recording.parameters.size()));
     if (parameter.second) {
       // Room enough for every window: the recording does not list biases.
-      recording.parameters.push_back(
-          {.module = module.first->second, .name = scatter.parameter, .dtype = scatter.dtype, .shape = {1ll << 40}, .stride = {1}});
+      recording.parameters.push_back({.module = module.first->second,
+                                      .name = scatter.parameter,
+                                      .dtype = scatter.dtype,
+                                      .shape = {1ll << 40},
+                                      .stride = {1}});
     }
     recording.scatters.push_back({.name = scatter.name,
                                   .wire_dtype = scatter.wire_dtype,
@@ -57,7 +64,8 @@ Recording recording_of(const Oracle& oracle) {
                                                   .shape = scatter.destination.shape,
                                                   .stride = scatter.destination.stride}});
   }
-  for (std::uint32_t name = 0; name < live.size(); ++name) (live[name] ? recording.live : recording.dead).push_back(name);
+  for (std::uint32_t name = 0; name < live.size(); ++name)
+    (live[name] ? recording.live : recording.dead).push_back(name);
   return recording;
 }
 
@@ -67,7 +75,8 @@ std::vector<std::string> module_names(const Recording& recording, const std::vec
   return names;
 }
 
-// Modules that only an empty copy feeds: the recorded plans leave them out, here they go with the first chunk.
+// Modules that only an empty copy feeds: the recorded plans leave them out, here they go with the first
+// chunk.
 std::vector<std::string> empty_modules(const Oracle& oracle) {
   std::map<std::string, std::int64_t> elements;
   for (const auto& scatter : oracle.scatters) elements[scatter.module] += scatter.slice.numel();
@@ -135,11 +144,12 @@ TEST_P(RecordedPlan, equals_ours) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Oracles, RecordedPlan, testing::ValuesIn(oracles::oracle_files()), [](const auto& info) {
-  std::string name = info.param;
-  std::replace(name.begin(), name.end(), '.', '_');
-  return name;
-});
+INSTANTIATE_TEST_SUITE_P(Oracles, RecordedPlan, testing::ValuesIn(oracles::oracle_files()),
+                         [](const auto& info) {
+                           std::string name = info.param;
+                           std::replace(name.begin(), name.end(), '.', '_');
+                           return name;
+                         });
 
 }  // namespace
 }  // namespace shardpull

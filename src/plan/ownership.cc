@@ -31,12 +31,15 @@ constexpr std::size_t kShown = 8;
 
 std::string ranks_text(const Ranks& ranks) {
   const std::size_t shown = std::min(ranks.size(), kShown);
-  std::string text = fmt::format("{}", fmt::join(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(shown), ", "));
+  std::string text =
+      fmt::format("{}", fmt::join(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(shown), ", "));
   if (shown < ranks.size()) text += fmt::format(", ... ({} ranks)", ranks.size());
   return text;
 }
 
-bool bit(const std::vector<std::uint8_t>& bits, std::size_t i) { return (bits[i / 8] >> (i % 8) & 1) != 0; }
+bool bit(const std::vector<std::uint8_t>& bits, std::size_t i) {
+  return (bits[i / 8] >> (i % 8) & 1) != 0;
+}
 
 // Numbers distinct owner sets by first appearance.
 class OwnerSets {
@@ -73,11 +76,12 @@ std::optional<std::string> piece_problem(const TensorMeta& meta, const Box& box)
   if (box.whole()) return std::nullopt;
   const std::int64_t bits = dtype_bits(meta.dtype);
   if (box.start.back() % 2 * bits % 8 == 0 && box.size.back() % 2 * bits % 8 == 0) return std::nullopt;
-  return fmt::format("box {} of {} does not begin and end on whole bytes", to_string(box), dtype_name(meta.dtype));
+  return fmt::format("box {} of {} does not begin and end on whole bytes", to_string(box),
+                     dtype_name(meta.dtype));
 }
 
-// Cuts overlapping boxes, so that all are disjoint and each is held by everybody who holds any box around it. `held` is in
-// canonical order (distinct boxes, ascending), the result too.
+// Cuts overlapping boxes, so that all are disjoint and each is held by everybody who holds any box around it.
+// `held` is in canonical order (distinct boxes, ascending), the result too.
 std::vector<HeldBox> disjoint_boxes(std::vector<HeldBox> held) {
   std::vector<Box> boxes;
   for (const HeldBox& item : held) boxes.push_back(item.box);
@@ -107,7 +111,8 @@ std::vector<HeldBox> disjoint_boxes(std::vector<HeldBox> held) {
     for (Box& part : rest) next.push_back({std::move(part), item.ranks});
     out = std::move(next);
   }
-  std::sort(out.begin(), out.end(), [](const HeldBox& a, const HeldBox& b) { return a.box.start < b.box.start; });
+  std::sort(out.begin(), out.end(),
+            [](const HeldBox& a, const HeldBox& b) { return a.box.start < b.box.start; });
   return out;
 }
 
@@ -135,7 +140,8 @@ std::optional<Box> uncovered(const std::vector<HeldBox>& held, const std::vector
 Status check_metadata(const std::vector<TensorMeta>& metadata) {
   if (metadata.empty()) return plan_error("metadata: no names");
   if (metadata.size() > kMaxTensors) {
-    return plan_limit_error(fmt::format("metadata: {} names, at most {} allowed", metadata.size(), kMaxTensors));
+    return plan_limit_error(
+        fmt::format("metadata: {} names, at most {} allowed", metadata.size(), kMaxTensors));
   }
   std::unordered_set<std::string_view> names;
   names.reserve(metadata.size());
@@ -145,7 +151,8 @@ Status check_metadata(const std::vector<TensorMeta>& metadata) {
       return plan_error(fmt::format("metadata[{}] '{}': {}", i, meta.name, problem), meta.name);
     };
     if (meta.name.size() > kMaxNameBytes) {
-      return plan_limit_error(fmt::format("metadata[{}]: name of {} bytes, at most {} allowed", i, meta.name.size(), kMaxNameBytes));
+      return plan_limit_error(fmt::format("metadata[{}]: name of {} bytes, at most {} allowed", i,
+                                          meta.name.size(), kMaxNameBytes));
     }
     if (!names.insert(meta.name).second) return wrong("a second tensor of this name");
     if (!dtype_valid(static_cast<std::uint8_t>(meta.dtype))) {
@@ -157,7 +164,8 @@ Status check_metadata(const std::vector<TensorMeta>& metadata) {
     const auto numel = checked_numel(meta.shape);
     if (!numel) return wrong(fmt::format("shape {} is negative or too large", shape_text(meta.shape)));
     if (const auto bytes = bytes_of(meta.dtype, *numel); !bytes.ok()) {
-      return bytes.status().with_context(fmt::format("metadata[{}] '{}' {}", i, meta.name, shape_text(meta.shape)));
+      return bytes.status().with_context(
+          fmt::format("metadata[{}] '{}' {}", i, meta.name, shape_text(meta.shape)));
     }
   }
   return {};
@@ -168,20 +176,24 @@ Status check_ownership(const InitTables& tables) {
   const auto producers = static_cast<std::uint32_t>(tables.producers.size());
   if (own.owner_sets.empty() && own.name_owner_class.empty() && own.pieces.empty()) return {};
   if (own.name_owner_class.size() != tables.metadata.size()) {
-    return plan_error(fmt::format("name_owner_class: {} entries for {} names; every name needs an owner class, or none",
-                                  own.name_owner_class.size(), tables.metadata.size()));
+    return plan_error(
+        fmt::format("name_owner_class: {} entries for {} names; every name needs an owner class, or none",
+                    own.name_owner_class.size(), tables.metadata.size()));
   }
   if (own.owner_sets.size() > kMaxOwnerSets) {
-    return plan_limit_error(fmt::format("owner_sets: {} sets, at most {} allowed", own.owner_sets.size(), kMaxOwnerSets));
+    return plan_limit_error(
+        fmt::format("owner_sets: {} sets, at most {} allowed", own.owner_sets.size(), kMaxOwnerSets));
   }
   for (std::size_t i = 0; i < own.owner_sets.size(); ++i) {
     const Ranks& ranks = own.owner_sets[i];
     if (ranks.empty()) return plan_error(fmt::format("owner_sets[{}] is empty", i));
     for (std::size_t r = 0; r < ranks.size(); ++r) {
       if (ranks[r] >= producers) {
-        return plan_error(fmt::format("owner_sets[{}]: rank {} is no producer: there are {}", i, ranks[r], producers));
+        return plan_error(
+            fmt::format("owner_sets[{}]: rank {} is no producer: there are {}", i, ranks[r], producers));
       }
-      if (r > 0 && ranks[r] <= ranks[r - 1]) return plan_error(fmt::format("owner_sets[{}] is not ascending: {}", i, ranks_text(ranks)));
+      if (r > 0 && ranks[r] <= ranks[r - 1])
+        return plan_error(fmt::format("owner_sets[{}] is not ascending: {}", i, ranks_text(ranks)));
     }
   }
   if (own.pieces.size() > kMaxPieces) {
@@ -194,8 +206,8 @@ Status check_ownership(const InitTables& tables) {
     const TensorMeta& meta = tables.metadata[name];
     const std::int64_t owner_class = own.name_owner_class[name];
     if (owner_class < -1 || owner_class >= classes) {
-      return plan_error(fmt::format("name_owner_class[{}] of '{}' is {}: there are {} owner sets", name, meta.name,
-                                    owner_class, classes),
+      return plan_error(fmt::format("name_owner_class[{}] of '{}' is {}: there are {} owner sets", name,
+                                    meta.name, owner_class, classes),
                         meta.name);
     }
     if (owner_class >= 0) continue;
@@ -209,16 +221,19 @@ Status check_ownership(const InitTables& tables) {
       if (const auto problem = piece_problem(meta, piece.box)) return wrong(*problem);
       if (piece.box.whole() || box_empty(piece.box)) return wrong("a piece is a written-out, non-empty box");
       if (piece.owner_class >= own.owner_sets.size()) {
-        return wrong(fmt::format("owner class {}: there are {} owner sets", piece.owner_class, own.owner_sets.size()));
+        return wrong(
+            fmt::format("owner class {}: there are {} owner sets", piece.owner_class, own.owner_sets.size()));
       }
-      if (!boxes.empty() && !(boxes.back().start < piece.box.start)) return wrong("pieces do not ascend by start");
+      if (!boxes.empty() && !(boxes.back().start < piece.box.start))
+        return wrong("pieces do not ascend by start");
       const auto sum = checked_add(covered, box_numel(piece.box));
       if (!sum) return wrong("pieces overlap");
       covered = *sum;
       boxes.push_back(piece.box);
     }
     if (boxes.empty()) {
-      return plan_error(fmt::format("'{}' has neither an owner class nor pieces: nobody holds it", meta.name), meta.name);
+      return plan_error(fmt::format("'{}' has neither an owner class nor pieces: nobody holds it", meta.name),
+                        meta.name);
     }
     if (const auto overlap = find_overlap(boxes)) {
       return plan_error(fmt::format("pieces {} and {} of '{}' overlap", to_string(boxes[overlap->first]),
@@ -226,8 +241,8 @@ Status check_ownership(const InitTables& tables) {
                         meta.name);
     }
     if (covered != *checked_numel(meta.shape)) {
-      return plan_error(fmt::format("pieces of '{}' {} hold {} of its {} elements", meta.name, shape_text(meta.shape), covered,
-                                    *checked_numel(meta.shape)),
+      return plan_error(fmt::format("pieces of '{}' {} hold {} of its {} elements", meta.name,
+                                    shape_text(meta.shape), covered, *checked_numel(meta.shape)),
                         meta.name);
     }
   }
@@ -236,7 +251,8 @@ Status check_ownership(const InitTables& tables) {
     if (name >= tables.metadata.size()) {
       return plan_error(fmt::format("pieces[{}]: name {} of {} names", at, name, tables.metadata.size()));
     }
-    return plan_error(fmt::format("pieces[{}] of '{}': pieces must ascend by name, and only names whose owner class is -1 have them",
+    return plan_error(fmt::format("pieces[{}] of '{}': pieces must ascend by name, and only names whose "
+                                  "owner class is -1 have them",
                                   at, tables.metadata[name].name),
                       tables.metadata[name].name);
   }
@@ -245,7 +261,8 @@ Status check_ownership(const InitTables& tables) {
 
 }  // namespace
 
-Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata, const std::vector<Holding>& holdings) {
+Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata,
+                                    const std::vector<Holding>& holdings) {
   SHARDPULL_RETURN_IF_ERROR(check_metadata(metadata));
   if (holdings.empty()) return plan_error("no trainer rank declared what it holds");
   if (holdings.size() > kMaxRanks) {
@@ -255,9 +272,11 @@ Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata, con
   std::vector<const Holding*> by_rank(ranks, nullptr);
   for (const Holding& holding : holdings) {
     if (holding.rank >= ranks) {
-      return plan_error(fmt::format("trainer rank {} declared its holding, but there are {} ranks", holding.rank, ranks));
+      return plan_error(
+          fmt::format("trainer rank {} declared its holding, but there are {} ranks", holding.rank, ranks));
     }
-    if (by_rank[holding.rank] != nullptr) return plan_error(fmt::format("trainer rank {} declared its holding twice", holding.rank));
+    if (by_rank[holding.rank] != nullptr)
+      return plan_error(fmt::format("trainer rank {} declared its holding twice", holding.rank));
     by_rank[holding.rank] = &holding;
   }
 
@@ -267,12 +286,14 @@ Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata, con
     if (holding->digest != digest) differing.push_back(holding->rank);
   }
   if (!differing.empty()) {
-    return Status(StatusCode::kInvalidArgument,
-                  fmt::format("trainer rank{} {} describe{} another model than the sender: every rank must give the names, "
-                              "dtypes and shapes of the whole model, in the same order (digest {} against {})",
-                              differing.size() == 1 ? "" : "s", ranks_text(differing), differing.size() == 1 ? "s" : "",
-                              to_string(by_rank[differing.front()]->digest), to_string(digest)),
-                  {.reason = Reason::kMetadataMismatch, .peer = fmt::format("trainer {}", differing.front())});
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format(
+            "trainer rank{} {} describe{} another model than the sender: every rank must give the names, "
+            "dtypes and shapes of the whole model, in the same order (digest {} against {})",
+            differing.size() == 1 ? "" : "s", ranks_text(differing), differing.size() == 1 ? "s" : "",
+            to_string(by_rank[differing.front()]->digest), to_string(digest)),
+        {.reason = Reason::kMetadataMismatch, .peer = fmt::format("trainer {}", differing.front())});
   }
 
   // Pieces by name; what amounts to a whole tensor counts as such.
@@ -282,12 +303,13 @@ Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata, con
   for (const Holding* holding : by_rank) {
     const std::uint32_t rank = holding->rank;
     if (holding->whole.size() != mask_bytes) {
-      return plan_error(fmt::format("trainer rank {}: the mask of held names has {} bytes, {} names need {}", rank,
-                                    holding->whole.size(), metadata.size(), mask_bytes));
+      return plan_error(fmt::format("trainer rank {}: the mask of held names has {} bytes, {} names need {}",
+                                    rank, holding->whole.size(), metadata.size(), mask_bytes));
     }
     for (std::size_t i = metadata.size(); i < mask_bytes * 8; ++i) {
       if (bit(holding->whole, i)) {
-        return plan_error(fmt::format("trainer rank {} holds unknown name {}: there are {} names", rank, i, metadata.size()));
+        return plan_error(fmt::format("trainer rank {} holds unknown name {}: there are {} names", rank, i,
+                                      metadata.size()));
       }
     }
     bool any = !holding->pieces.empty();
@@ -299,15 +321,18 @@ Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata, con
     if (!any) return plan_error(fmt::format("trainer rank {} holds nothing", rank));
     for (const Piece& piece : holding->pieces) {
       if (piece.name >= metadata.size()) {
-        return plan_error(fmt::format("trainer rank {} holds a piece of unknown name {}: there are {} names", rank, piece.name,
-                                      metadata.size()));
+        return plan_error(fmt::format("trainer rank {} holds a piece of unknown name {}: there are {} names",
+                                      rank, piece.name, metadata.size()));
       }
       const TensorMeta& meta = metadata[piece.name];
       if (piece.rank != rank) {
-        return plan_error(fmt::format("trainer rank {} declares a piece of '{}' for rank {}", rank, meta.name, piece.rank), meta.name);
+        return plan_error(
+            fmt::format("trainer rank {} declares a piece of '{}' for rank {}", rank, meta.name, piece.rank),
+            meta.name);
       }
       if (bit(holding->whole, piece.name)) {
-        return plan_error(fmt::format("trainer rank {} holds '{}' whole and in pieces", rank, meta.name), meta.name);
+        return plan_error(fmt::format("trainer rank {} holds '{}' whole and in pieces", rank, meta.name),
+                          meta.name);
       }
       if (const auto problem = piece_problem(meta, piece.box)) {
         return plan_error(fmt::format("trainer rank {}, '{}': {}", rank, meta.name, *problem), meta.name);
@@ -343,24 +368,30 @@ Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata, con
       Ranks& owners = by_box[{box.start, box.size}];
       if (owners.empty() || owners.back() != rank) owners.push_back(rank);
     }
-    if (!wholes[name].empty()) by_box[{std::vector<std::int64_t>(meta.shape.size(), 0), meta.shape}] = wholes[name];
+    if (!wholes[name].empty())
+      by_box[{std::vector<std::int64_t>(meta.shape.size(), 0), meta.shape}] = wholes[name];
     std::vector<HeldBox> held;
-    for (auto& [box, owners] : by_box) held.push_back({Box{.start = box.first, .size = box.second}, std::move(owners)});
+    for (auto& [box, owners] : by_box)
+      held.push_back({Box{.start = box.first, .size = box.second}, std::move(owners)});
     held = disjoint_boxes(std::move(held));
     if (const auto hole = uncovered(held, meta.shape)) {
-      return plan_error(fmt::format("nobody holds {} of '{}' {}", to_string(*hole), meta.name, shape_text(meta.shape)), meta.name);
+      return plan_error(
+          fmt::format("nobody holds {} of '{}' {}", to_string(*hole), meta.name, shape_text(meta.shape)),
+          meta.name);
     }
     own.name_owner_class.push_back(-1);
     if (held.size() > kMaxPieces - own.pieces.size()) {
       return plan_limit_error(fmt::format("more than {} pieces, at '{}'", kMaxPieces, meta.name), meta.name);
     }
     for (HeldBox& item : held) {
-      own.pieces.push_back({.name = name, .box = std::move(item.box), .owner_class = sets.number_of(item.ranks)});
+      own.pieces.push_back(
+          {.name = name, .box = std::move(item.box), .owner_class = sets.number_of(item.ranks)});
     }
   }
   if (orphan_count > 0) {
-    return plan_error(fmt::format("{} name{} held by no trainer rank: {}{}", orphan_count, orphan_count == 1 ? " is" : "s are",
-                                  fmt::join(orphans, ", "), orphan_count > orphans.size() ? ", ..." : ""));
+    return plan_error(fmt::format("{} name{} held by no trainer rank: {}{}", orphan_count,
+                                  orphan_count == 1 ? " is" : "s are", fmt::join(orphans, ", "),
+                                  orphan_count > orphans.size() ? ", ..." : ""));
   }
   own.owner_sets = sets.take();
   return own;
@@ -369,7 +400,8 @@ Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata, con
 Status validate(const InitTables& tables) {
   if (tables.producers.empty()) return plan_error("producers: none; at least one trainer rank must serve");
   if (tables.producers.size() > kMaxRanks) {
-    return plan_limit_error(fmt::format("producers: {}, at most {} allowed", tables.producers.size(), kMaxRanks));
+    return plan_limit_error(
+        fmt::format("producers: {}, at most {} allowed", tables.producers.size(), kMaxRanks));
   }
   SHARDPULL_RETURN_IF_ERROR(check_metadata(tables.metadata));
   if (tables.group_lens.empty()) return plan_error("group_lens: absent; it is required");
@@ -379,30 +411,35 @@ Status validate(const InitTables& tables) {
     names += tables.group_lens[g];
   }
   if (names != tables.metadata.size()) {
-    return plan_error(fmt::format("group_lens sums to {}, but there are {} names", names, tables.metadata.size()));
+    return plan_error(
+        fmt::format("group_lens sums to {}, but there are {} names", names, tables.metadata.size()));
   }
   SHARDPULL_RETURN_IF_ERROR(check_ownership(tables));
   if (tables.producer_mappable.size() != tables.producers.size()) {
-    return plan_error(fmt::format("producer_mappable: {} entries for {} producers", tables.producer_mappable.size(),
-                                  tables.producers.size()));
+    return plan_error(fmt::format("producer_mappable: {} entries for {} producers",
+                                  tables.producer_mappable.size(), tables.producers.size()));
   }
   for (std::size_t p = 0; p < tables.producer_mappable.size(); ++p) {
     if (tables.producer_mappable[p] > 1) {
-      return plan_error(fmt::format("producer_mappable[{}] is {}, neither 0 nor 1", p, tables.producer_mappable[p]));
+      return plan_error(
+          fmt::format("producer_mappable[{}] is {}, neither 0 nor 1", p, tables.producer_mappable[p]));
     }
   }
   if (tables.num_consumers == 0 || tables.num_consumers > kMaxRanks) {
-    return plan_error(fmt::format("num_consumers is {}, it must be 1 to {}", tables.num_consumers, kMaxRanks));
+    return plan_error(
+        fmt::format("num_consumers is {}, it must be 1 to {}", tables.num_consumers, kMaxRanks));
   }
   if (tables.num_replicas == 0 || tables.num_consumers % tables.num_replicas != 0) {
-    return plan_error(fmt::format("num_replicas is {}: it must divide num_consumers, {}", tables.num_replicas, tables.num_consumers));
+    return plan_error(fmt::format("num_replicas is {}: it must divide num_consumers, {}", tables.num_replicas,
+                                  tables.num_consumers));
   }
   const std::uint32_t per_replica = tables.num_consumers / tables.num_replicas;
   if (tables.workers_per_replica != 0 && tables.workers_per_replica != per_replica &&
       tables.workers_per_replica != tables.num_consumers) {
-    return plan_error(fmt::format("workers_per_replica is {}: with {} consumers in {} replicas it is {}, or {} to share no slots",
-                                  tables.workers_per_replica, tables.num_consumers, tables.num_replicas, per_replica,
-                                  tables.num_consumers));
+    return plan_error(fmt::format(
+        "workers_per_replica is {}: with {} consumers in {} replicas it is {}, or {} to share no slots",
+        tables.workers_per_replica, tables.num_consumers, tables.num_replicas, per_replica,
+        tables.num_consumers));
   }
   if (tables.ring_depth == 0 || tables.ring_depth > kMaxRingDepth) {
     return plan_error(fmt::format("ring_depth is {}, it must be 1 to {}", tables.ring_depth, kMaxRingDepth));
@@ -411,13 +448,15 @@ Status validate(const InitTables& tables) {
 }
 
 std::uint32_t effective_workers_per_replica(const InitTables& tables) {
-  return tables.workers_per_replica != 0 ? tables.workers_per_replica : tables.num_consumers / tables.num_replicas;
+  return tables.workers_per_replica != 0 ? tables.workers_per_replica
+                                         : tables.num_consumers / tables.num_replicas;
 }
 
 std::vector<std::uint32_t> group_of_names(const InitTables& tables) {
   std::vector<std::uint32_t> groups;
   groups.reserve(tables.metadata.size());
-  for (std::uint32_t g = 0; g < tables.group_lens.size(); ++g) groups.insert(groups.end(), tables.group_lens[g], g);
+  for (std::uint32_t g = 0; g < tables.group_lens.size(); ++g)
+    groups.insert(groups.end(), tables.group_lens[g], g);
   return groups;
 }
 
@@ -442,7 +481,8 @@ std::vector<std::vector<std::uint32_t>> group_owners(const InitTables& tables) {
     };
     for (std::uint32_t i = 0; i < tables.group_lens[g]; ++i, ++name) {
       if (own.name_owner_class[name] >= 0) count(static_cast<std::uint32_t>(own.name_owner_class[name]));
-      for (; piece < own.pieces.size() && own.pieces[piece].name == name; ++piece) count(own.pieces[piece].owner_class);
+      for (; piece < own.pieces.size() && own.pieces[piece].name == name; ++piece)
+        count(own.pieces[piece].owner_class);
     }
     for (std::uint32_t rank = 0; rank < owns.size(); ++rank) {
       if (owns[rank] != 0) owners[g].push_back(rank);

@@ -18,11 +18,14 @@ namespace {
 using namespace plan_testing;
 using Ranks = std::vector<std::uint32_t>;
 
-Box rows(std::int64_t first, std::int64_t count, std::int64_t columns) { return {.start = {first, 0}, .size = {count, columns}}; }
+Box rows(std::int64_t first, std::int64_t count, std::int64_t columns) {
+  return {.start = {first, 0}, .size = {count, columns}};
+}
 
 void expect_refused(const Status& status, const std::vector<std::string>& parts) {
   ASSERT_FALSE(status.ok());
-  for (const std::string& part : parts) EXPECT_NE(status.message().find(part), std::string::npos) << part << " in: " << status.message();
+  for (const std::string& part : parts)
+    EXPECT_NE(status.message().find(part), std::string::npos) << part << " in: " << status.message();
 }
 
 TEST(Ownership, everyone_holds_everything) {
@@ -40,7 +43,8 @@ TEST(Ownership, everyone_holds_everything) {
 
 TEST(Ownership, sets_are_numbered_by_first_appearance_in_metadata_order) {
   // A pipeline of two stages; lm_head sorts first and is on the last stage.
-  const std::vector<TensorMeta> metadata{meta("lm_head", {2}), meta("embed", {2}), meta("l.0.w", {2}), meta("l.1.w", {2})};
+  const std::vector<TensorMeta> metadata{meta("lm_head", {2}), meta("embed", {2}), meta("l.0.w", {2}),
+                                         meta("l.1.w", {2})};
   auto holdings = holdings_of(metadata, 2);
   hold(holdings[0], 1);
   hold(holdings[0], 2);
@@ -115,7 +119,8 @@ TEST(Ownership, random_boxes_every_element_has_exactly_its_holders) {
     for (auto& size : shape) size = random.between(1, 5);
     const std::vector<TensorMeta> metadata{meta("a", shape)};
     auto holdings = holdings_of(metadata, 4);
-    std::vector<std::set<std::uint32_t>> holders(elements_of(Box{std::vector<std::int64_t>(shape.size(), 0), shape}, shape).size());
+    std::vector<std::set<std::uint32_t>> holders(
+        elements_of(Box{std::vector<std::int64_t>(shape.size(), 0), shape}, shape).size());
     for (Holding& holding : holdings) {
       for (std::int64_t n = random.between(1, 2); n > 0; --n) {
         Box box{.start = shape, .size = shape};
@@ -123,12 +128,14 @@ TEST(Ownership, random_boxes_every_element_has_exactly_its_holders) {
           box.start[d] = random.between(0, shape[d]);
           box.size[d] = random.between(0, shape[d] - box.start[d]);
         }
-        for (const std::int64_t element : elements_of(box, shape)) holders[static_cast<std::size_t>(element)].insert(holding.rank);
+        for (const std::int64_t element : elements_of(box, shape))
+          holders[static_cast<std::size_t>(element)].insert(holding.rank);
         hold(holding, 0, box);
       }
     }
     const auto own = resolve_ownership(metadata, holdings);
-    const bool complete = std::all_of(holders.begin(), holders.end(), [](const auto& set) { return !set.empty(); });
+    const bool complete =
+        std::all_of(holders.begin(), holders.end(), [](const auto& set) { return !set.empty(); });
     ASSERT_EQ(own.ok(), complete);
     if (!own.ok()) continue;
     InitTables tables = make_tables(metadata, 4);
@@ -139,7 +146,8 @@ TEST(Ownership, random_boxes_every_element_has_exactly_its_holders) {
       const Ranks& ranks = own->owner_sets[piece.owner_class];
       for (const std::int64_t element : elements_of(piece.box, shape)) {
         ++seen[static_cast<std::size_t>(element)];
-        EXPECT_EQ(std::set<std::uint32_t>(ranks.begin(), ranks.end()), holders[static_cast<std::size_t>(element)]);
+        EXPECT_EQ(std::set<std::uint32_t>(ranks.begin(), ranks.end()),
+                  holders[static_cast<std::size_t>(element)]);
       }
     }
     if (!own->pieces.empty()) {
@@ -157,7 +165,8 @@ TEST(Ownership, refusals_name_ranks_and_names) {
     return holdings;
   };
   ASSERT_TRUE(resolve_ownership(metadata, good()).ok());
-  const auto refused = [&](const std::function<void(std::vector<Holding>&)>& spoil, const std::vector<std::string>& parts) {
+  const auto refused = [&](const std::function<void(std::vector<Holding>&)>& spoil,
+                           const std::vector<std::string>& parts) {
     auto holdings = good();
     spoil(holdings);
     expect_refused(resolve_ownership(metadata, holdings).status(), parts);
@@ -176,7 +185,12 @@ TEST(Ownership, refusals_name_ranks_and_names) {
   refused([](auto& h) { hold(h[1], 0, Box{{0, 0}, {4}}); }, {"'a'", "2 starts and 1 sizes"});
   refused([](auto& h) { hold(h[1], 0, Box{{INT64_MAX, 0}, {2, 2}}); }, {"'a'", "does not lie within"});
   refused([](auto& h) { hold(h[0], 0, rows(0, 1, 2)); }, {"trainer rank 0", "whole and in pieces"});
-  refused([](auto& h) { hold(h[1], 0, rows(0, 1, 2)); h[1].pieces[0].rank = 0; }, {"trainer rank 1", "for rank 0"});
+  refused(
+      [](auto& h) {
+        hold(h[1], 0, rows(0, 1, 2));
+        h[1].pieces[0].rank = 0;
+      },
+      {"trainer rank 1", "for rank 0"});
   expect_refused(resolve_ownership(metadata, {}).status(), {"no trainer rank"});
 }
 
@@ -201,7 +215,8 @@ TEST(InitTables, every_rule_names_its_field) {
     return tables;
   };
   ASSERT_TRUE(validate(good()).ok()) << validate(good()).message();
-  const auto refused = [&](const std::function<void(InitTables&)>& spoil, const std::vector<std::string>& parts) {
+  const auto refused = [&](const std::function<void(InitTables&)>& spoil,
+                           const std::vector<std::string>& parts) {
     InitTables tables = good();
     spoil(tables);
     expect_refused(validate(tables), parts);
@@ -212,12 +227,15 @@ TEST(InitTables, every_rule_names_its_field) {
   refused([](auto& t) { t.metadata[0].shape = {-1}; }, {"metadata[0]", "'l.0.a'", "[-1]"});
   refused([](auto& t) { t.metadata[0].shape = {1ll << 40, 1ll << 40}; }, {"metadata[0]", "too large"});
   refused([](auto& t) { t.metadata[0].shape = std::vector<std::int64_t>(9, 1); }, {"metadata[0]", "9 dims"});
-  refused([](auto& t) { t.metadata[0].dtype = static_cast<DType>(200); }, {"metadata[0]", "dtype number 200"});
-  refused([](auto& t) { t.metadata[0] = meta("l.0.a", {2, 7}, DType::kF4), t.metadata[0].shape = {1, 7}; }, {"metadata[0]"});
+  refused([](auto& t) { t.metadata[0].dtype = static_cast<DType>(200); },
+          {"metadata[0]", "dtype number 200"});
+  refused([](auto& t) { t.metadata[0] = meta("l.0.a", {2, 7}, DType::kF4), t.metadata[0].shape = {1, 7}; },
+          {"metadata[0]"});
   refused([](auto& t) { t.group_lens.clear(); }, {"group_lens: absent"});
   refused([](auto& t) { t.group_lens = {1}; }, {"group_lens sums to 1", "2 names"});
   refused([](auto& t) { t.group_lens = {2, 0}; }, {"group_lens[1] is 0"});
-  refused([](auto& t) { t.ownership.name_owner_class.pop_back(); }, {"name_owner_class", "1 entries for 2 names"});
+  refused([](auto& t) { t.ownership.name_owner_class.pop_back(); },
+          {"name_owner_class", "1 entries for 2 names"});
   refused([](auto& t) { t.ownership.name_owner_class.clear(); }, {"name_owner_class", "0 entries"});
   refused([](auto& t) { t.ownership.name_owner_class[0] = 3; }, {"name_owner_class[0]", "'l.0.a'", "3"});
   refused([](auto& t) { t.ownership.name_owner_class[0] = -2; }, {"name_owner_class[0]"});

@@ -37,18 +37,24 @@ std::vector<Holding> holdings_of(const std::vector<TensorMeta>& metadata, std::u
   return holdings;
 }
 
-void hold(Holding& holding, std::uint32_t name) { holding.whole[name / 8] |= static_cast<std::uint8_t>(1u << (name % 8)); }
+void hold(Holding& holding, std::uint32_t name) {
+  holding.whole[name / 8] |= static_cast<std::uint8_t>(1u << (name % 8));
+}
 
 void hold(Holding& holding, std::uint32_t name, Box box) {
   holding.pieces.push_back({.name = name, .box = std::move(box), .rank = holding.rank});
 }
 
-std::uint32_t RecordingBuilder::parameter(const std::string& module, const std::string& name, std::vector<std::int64_t> shape,
-                                          DType dtype) {
-  const auto [at, fresh] = modules_.try_emplace(module, static_cast<std::uint32_t>(recording_.modules.size()));
+std::uint32_t RecordingBuilder::parameter(const std::string& module, const std::string& name,
+                                          std::vector<std::int64_t> shape, DType dtype) {
+  const auto [at, fresh] =
+      modules_.try_emplace(module, static_cast<std::uint32_t>(recording_.modules.size()));
   if (fresh) recording_.modules.push_back({.name = module, .type = "Module", .baked = true});
-  recording_.parameters.push_back(
-      {.module = at->second, .name = name, .dtype = dtype, .shape = shape, .stride = contiguous_stride(shape)});
+  recording_.parameters.push_back({.module = at->second,
+                                   .name = name,
+                                   .dtype = dtype,
+                                   .shape = shape,
+                                   .stride = contiguous_stride(shape)});
   return static_cast<std::uint32_t>(recording_.parameters.size() - 1);
 }
 
@@ -57,8 +63,9 @@ Tensor RecordingBuilder::fake(std::uint32_t name) const {
   return must(Tensor::fake(meta.name, meta.dtype, meta.shape));
 }
 
-void RecordingBuilder::copy(std::uint32_t name, const Tensor& source, std::uint32_t parameter, std::int64_t offset,
-                            std::vector<std::int64_t> shape, std::vector<std::int64_t> stride) {
+void RecordingBuilder::copy(std::uint32_t name, const Tensor& source, std::uint32_t parameter,
+                            std::int64_t offset, std::vector<std::int64_t> shape,
+                            std::vector<std::int64_t> stride) {
   Scatter scatter;
   scatter.name = name;
   scatter.wire_dtype = source.dtype();
@@ -78,7 +85,8 @@ void RecordingBuilder::copy(std::uint32_t name, const Tensor& source, std::uint3
   copy(name, source, parameter, 0, to.shape, to.stride);
 }
 
-void RecordingBuilder::copy_at(std::uint32_t name, const Tensor& source, std::uint32_t parameter, std::int64_t offset) {
+void RecordingBuilder::copy_at(std::uint32_t name, const Tensor& source, std::uint32_t parameter,
+                               std::int64_t offset) {
   copy(name, source, parameter, offset, source.shape(), contiguous_stride(source.shape()));
 }
 
@@ -88,29 +96,32 @@ void RecordingBuilder::whole(const std::string& module, std::uint32_t name, cons
 
 void RecordingBuilder::fill(std::uint32_t parameter) {
   const RecordedParameter& to = recording_.parameters.at(parameter);
-  recording_.fills.push_back({{.parameter = parameter, .dtype = to.dtype, .offset = 0, .shape = to.shape, .stride = to.stride}});
+  recording_.fills.push_back(
+      {{.parameter = parameter, .dtype = to.dtype, .offset = 0, .shape = to.shape, .stride = to.stride}});
 }
 
 Recording RecordingBuilder::build() const {
   Recording recording = recording_;
   std::vector<bool> live(metadata_.size(), false);
   for (const Scatter& scatter : recording.scatters) live[scatter.name] = true;
-  for (std::uint32_t name = 0; name < metadata_.size(); ++name) (live[name] ? recording.live : recording.dead).push_back(name);
+  for (std::uint32_t name = 0; name < metadata_.size(); ++name)
+    (live[name] ? recording.live : recording.dead).push_back(name);
   recording.unused_reasons.assign(recording.dead.size(), "other rank");
   return recording;
 }
 
 std::vector<std::int64_t> contiguous_stride(const std::vector<std::int64_t>& shape) {
   std::vector<std::int64_t> stride(shape.size(), 1);
-  for (std::size_t d = shape.size(); d-- > 1;) stride[d - 1] = stride[d] * std::max<std::int64_t>(shape[d], 1);
+  for (std::size_t d = shape.size(); d-- > 1;)
+    stride[d - 1] = stride[d] * std::max<std::int64_t>(shape[d], 1);
   return stride;
 }
 
 namespace {
 
 // Row-major walk of a box of strides.
-void walk(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride, std::size_t d, std::int64_t at,
-          std::vector<std::int64_t>& out) {
+void walk(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride, std::size_t d,
+          std::int64_t at, std::vector<std::int64_t>& out) {
   if (d == shape.size()) {
     out.push_back(at);
     return;
@@ -141,7 +152,8 @@ std::vector<std::int64_t> elements_of(const Destination& window) {
 
 std::vector<std::int64_t> elements_of(const Box& box, const std::vector<std::int64_t>& shape) {
   const std::vector<std::int64_t> stride = contiguous_stride(shape);
-  const std::int64_t first = std::inner_product(box.start.begin(), box.start.end(), stride.begin(), std::int64_t{0});
+  const std::int64_t first =
+      std::inner_product(box.start.begin(), box.start.end(), stride.begin(), std::int64_t{0});
   std::vector<std::int64_t> out;
   walk(box.size, stride, 0, first, out);
   return out;
@@ -153,7 +165,8 @@ std::string origins_of(const Recording& recording, Origins& out) {
     const auto to = elements_of(scatter.destination);
     if (from.size() != to.size()) return "a copy's sides differ in size";
     for (std::size_t i = 0; i < from.size(); ++i) {
-      if (!out.try_emplace({scatter.destination.parameter, to[i]}, scatter.name, from[i]).second) return "recorded copies overlap";
+      if (!out.try_emplace({scatter.destination.parameter, to[i]}, scatter.name, from[i]).second)
+        return "recorded copies overlap";
     }
   }
   return {};
@@ -166,34 +179,42 @@ std::string origins_of(const WorkerPlan& plan, const InitTables& tables, Origins
     std::uint32_t next_key = 0;
     std::uint64_t end = 0;
     for (const Run& run : chunk.runs) {
-      if (run.first_key != next_key || run.key_count == 0) return fmt::format("chunk {}: runs do not follow each other", chunk.chunk_id);
+      if (run.first_key != next_key || run.key_count == 0)
+        return fmt::format("chunk {}: runs do not follow each other", chunk.chunk_id);
       next_key += run.key_count;
       std::uint64_t packed = 0;  // bytes of the run so far, counted from its own start
       for (std::uint32_t k = run.first_key; k < next_key; ++k) {
         const ChunkKey& key = chunk.keys[k];
         packed = *checked_align_up(packed, kLayoutAlignment);
-        if (run.offset + packed != key.offset) return fmt::format("chunk {} key {}: the producer packs it elsewhere", chunk.chunk_id, k);
+        if (run.offset + packed != key.offset)
+          return fmt::format("chunk {} key {}: the producer packs it elsewhere", chunk.chunk_id, k);
         if (key.offset < end) return fmt::format("chunk {} key {}: keys overlap", chunk.chunk_id, k);
         const TensorMeta& meta = tables.metadata[key.name];
         std::vector<std::int64_t> of_piece;
         if (key.piece != 0) of_piece = elements_of(tables.ownership.pieces[key.piece - 1].box, meta.shape);
         const std::uint64_t width = static_cast<std::uint64_t>(dtype_bits(key.wire_dtype)) / 8;
         for (const std::int64_t element : elements_of(key.slice)) {
-          if (key.piece != 0 && static_cast<std::size_t>(element) >= of_piece.size()) return "a key reads outside its piece";
-          slot[run.offset + packed] = {key.name, key.piece != 0 ? of_piece[static_cast<std::size_t>(element)] : element};
+          if (key.piece != 0 && static_cast<std::size_t>(element) >= of_piece.size())
+            return "a key reads outside its piece";
+          slot[run.offset + packed] = {
+              key.name, key.piece != 0 ? of_piece[static_cast<std::size_t>(element)] : element};
           packed += width;
         }
         end = key.offset + key.bytes;
-        if (run.offset + packed != end) return fmt::format("chunk {} key {}: bytes do not match its slice", chunk.chunk_id, k);
+        if (run.offset + packed != end)
+          return fmt::format("chunk {} key {}: bytes do not match its slice", chunk.chunk_id, k);
       }
-      if (packed != run.bytes) return fmt::format("chunk {}: a run's bytes do not match its keys", chunk.chunk_id);
+      if (packed != run.bytes)
+        return fmt::format("chunk {}: a run's bytes do not match its keys", chunk.chunk_id);
     }
-    if (next_key != chunk.keys.size() || end != chunk.bytes) return fmt::format("chunk {}: runs do not cover it", chunk.chunk_id);
+    if (next_key != chunk.keys.size() || end != chunk.bytes)
+      return fmt::format("chunk {}: runs do not cover it", chunk.chunk_id);
     for (const PlannedScatter& scatter : chunk.scatters) {
       const ChunkKey& key = chunk.keys.at(scatter.key);
       std::uint64_t at = key.offset;
       const auto to = elements_of(scatter.destination);
-      if (to.size() != static_cast<std::size_t>(key.slice.numel())) return fmt::format("chunk {}: a copy's sides differ", chunk.chunk_id);
+      if (to.size() != static_cast<std::size_t>(key.slice.numel()))
+        return fmt::format("chunk {}: a copy's sides differ", chunk.chunk_id);
       for (const std::int64_t position : to) {
         if (!out.try_emplace({scatter.destination.parameter, position}, slot.at(at)).second) {
           return fmt::format("chunk {}: a destination element is written twice", chunk.chunk_id);

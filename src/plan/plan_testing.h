@@ -1,5 +1,5 @@
-// Building blocks of this room's tests: small models written down by hand, and a naive executor of plans that moves every
-// element by itself, against which layouts, cuts and coverage are checked.
+// Building blocks of this room's tests: small models written down by hand, and a naive executor of plans that
+// moves every element by itself, against which layouts, cuts and coverage are checked.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,10 @@ T must(Result<T> result) {
 
 TensorMeta meta(std::string name, std::vector<std::int64_t> shape, DType dtype = DType::kBF16);
 
-// Tables of `producers` trainers that hold everything, `consumers` workers of one replica, groups by form_groups.
-InitTables make_tables(std::vector<TensorMeta> metadata, std::uint32_t producers = 1, std::uint32_t consumers = 1);
+// Tables of `producers` trainers that hold everything, `consumers` workers of one replica, groups by
+// form_groups.
+InitTables make_tables(std::vector<TensorMeta> metadata, std::uint32_t producers = 1,
+                       std::uint32_t consumers = 1);
 
 // What each of `ranks` trainers holds: a Holding that knows the metadata and holds nothing yet.
 std::vector<Holding> holdings_of(const std::vector<TensorMeta>& metadata, std::uint32_t ranks);
@@ -45,8 +47,8 @@ class RecordingBuilder {
   // The fake of a name, to make chains of.
   Tensor fake(std::uint32_t name) const;
   // A copy of `source` (made from fake(name)) into a window.
-  void copy(std::uint32_t name, const Tensor& source, std::uint32_t parameter, std::int64_t offset, std::vector<std::int64_t> shape,
-            std::vector<std::int64_t> stride);
+  void copy(std::uint32_t name, const Tensor& source, std::uint32_t parameter, std::int64_t offset,
+            std::vector<std::int64_t> shape, std::vector<std::int64_t> stride);
   // Into the whole of a parameter of the same shape.
   void copy(std::uint32_t name, const Tensor& source, std::uint32_t parameter);
   // Into a contiguous block that starts `offset` elements into the parameter.
@@ -68,12 +70,14 @@ std::vector<std::int64_t> contiguous_stride(const std::vector<std::int64_t>& sha
 std::vector<std::int64_t> elements_of(const Slice& slice);
 // Positions of a window's elements, row-major.
 std::vector<std::int64_t> elements_of(const Destination& window);
-// Positions in the tensor of a piece's elements, in the piece's row-major order. Both in elements of the same dtype.
+// Positions in the tensor of a piece's elements, in the piece's row-major order. Both in elements of the same
+// dtype.
 std::vector<std::int64_t> elements_of(const Box& box, const std::vector<std::int64_t>& shape);
 
-// Where each element of each parameter comes from: (parameter, position) -> (name, position in the tensor). By the recording
-// alone, or by running the plan: pack by every run's layout, scatter from the slot. Windows and wire elements correspond one
-// to one. A position written twice, a key outside its run, overlapping keys: reported as a failure text.
+// Where each element of each parameter comes from: (parameter, position) -> (name, position in the tensor).
+// By the recording alone, or by running the plan: pack by every run's layout, scatter from the slot. Windows
+// and wire elements correspond one to one. A position written twice, a key outside its run, overlapping keys:
+// reported as a failure text.
 using Origins = std::map<std::pair<std::uint32_t, std::int64_t>, std::pair<std::uint32_t, std::int64_t>>;
 std::string origins_of(const Recording& recording, Origins& out);
 std::string origins_of(const WorkerPlan& plan, const InitTables& tables, Origins& out);

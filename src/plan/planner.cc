@@ -1,6 +1,8 @@
 // The plan of one worker, in three passes:
-//   1. per gather group, its scatters in planning order, cut by pieces and rows, into one list per owner class;
-//   2. per list, deduplicated keys, cut into chunks, each with its packed layout, producers, path and sequence numbers;
+//   1. per gather group, its scatters in planning order, cut by pieces and rows, into one list per owner
+//   class;
+//   2. per list, deduplicated keys, cut into chunks, each with its packed layout, producers, path and
+//   sequence numbers;
 //   3. over all chunks, what happens with which: materialise, post-process, signal; sizes and digests.
 #include <algorithm>
 #include <cstddef>
@@ -62,8 +64,10 @@ std::string place_text(const Recording& recording, const Destination& destinatio
   return module.empty() ? parameter.name : fmt::format("{}.{}", module, parameter.name);
 }
 
-// One past the last bit that a window of `dtype` elements reaches, or nothing when it is malformed or does not fit.
-std::optional<std::int64_t> window_end_bits(DType dtype, std::int64_t offset, const std::vector<std::int64_t>& shape,
+// One past the last bit that a window of `dtype` elements reaches, or nothing when it is malformed or does
+// not fit.
+std::optional<std::int64_t> window_end_bits(DType dtype, std::int64_t offset,
+                                            const std::vector<std::int64_t>& shape,
                                             const std::vector<std::int64_t>& stride) {
   if (offset < 0 || shape.size() != stride.size()) return std::nullopt;
   std::optional<std::int64_t> last = offset;
@@ -79,15 +83,18 @@ std::optional<std::int64_t> window_end_bits(DType dtype, std::int64_t offset, co
 
 Status check_destination(const Recording& recording, const Destination& destination, std::string_view what) {
   if (destination.parameter >= recording.parameters.size()) {
-    return plan_error(fmt::format("recording: {} goes to parameter {} of {}", what, destination.parameter, recording.parameters.size()));
+    return plan_error(fmt::format("recording: {} goes to parameter {} of {}", what, destination.parameter,
+                                  recording.parameters.size()));
   }
   const RecordedParameter& parameter = recording.parameters[destination.parameter];
-  const auto end = window_end_bits(destination.dtype, destination.offset, destination.shape, destination.stride);
+  const auto end =
+      window_end_bits(destination.dtype, destination.offset, destination.shape, destination.stride);
   const auto room = window_end_bits(parameter.dtype, 0, parameter.shape, parameter.stride);
   if (!end || !room || *end > *room || !checked_numel(destination.shape)) {
-    return plan_error(fmt::format("recording: {} goes to offset {}, shape {}, stride {} of '{}', which is {} {}", what, destination.offset,
-                                  shape_text(destination.shape), shape_text(destination.stride),
-                                  place_text(recording, destination), dtype_name(parameter.dtype), shape_text(parameter.shape)));
+    return plan_error(fmt::format(
+        "recording: {} goes to offset {}, shape {}, stride {} of '{}', which is {} {}", what,
+        destination.offset, shape_text(destination.shape), shape_text(destination.stride),
+        place_text(recording, destination), dtype_name(parameter.dtype), shape_text(parameter.shape)));
   }
   return {};
 }
@@ -102,8 +109,9 @@ Status check_recording(const InitTables& tables, const Recording& recording) {
   for (const auto* list : {&recording.live, &recording.dead}) {
     for (const std::uint32_t name : *list) {
       if (name >= names || std::exchange(known[name], std::uint8_t{1}) != 0) {
-        return plan_error(fmt::format("recording of other metadata: name {} is unknown or listed twice; the tables have {} names",
-                                      name, names));
+        return plan_error(fmt::format(
+            "recording of other metadata: name {} is unknown or listed twice; the tables have {} names", name,
+            names));
       }
       if (list == &recording.live) live[name] = 1;
     }
@@ -111,51 +119,62 @@ Status check_recording(const InitTables& tables, const Recording& recording) {
   if (!recording.unbaked.empty()) {
     const std::uint32_t first = recording.unbaked.front();
     const std::string name = first < names ? tables.metadata[first].name : fmt::format("#{}", first);
-    return plan_unimplemented(fmt::format("{} live name{} did not bake, the first is '{}': loading names through their own loaders "
-                                          "(unbaked=fallback) is not planned yet",
-                                          recording.unbaked.size(), recording.unbaked.size() == 1 ? "" : "s", name),
-                              name);
+    return plan_unimplemented(
+        fmt::format("{} live name{} did not bake, the first is '{}': loading names through their own loaders "
+                    "(unbaked=fallback) is not planned yet",
+                    recording.unbaked.size(), recording.unbaked.size() == 1 ? "" : "s", name),
+        name);
   }
   for (std::size_t i = 0; i < recording.parameters.size(); ++i) {
     if (recording.parameters[i].module >= recording.modules.size()) {
-      return plan_error(fmt::format("recording: parameter {} '{}' belongs to module {} of {}", i, recording.parameters[i].name,
-                                    recording.parameters[i].module, recording.modules.size()));
+      return plan_error(fmt::format("recording: parameter {} '{}' belongs to module {} of {}", i,
+                                    recording.parameters[i].name, recording.parameters[i].module,
+                                    recording.modules.size()));
     }
   }
   for (std::size_t i = 0; i < recording.fills.size(); ++i) {
-    SHARDPULL_RETURN_IF_ERROR(check_destination(recording, recording.fills[i].destination, fmt::format("fill {}", i)));
+    SHARDPULL_RETURN_IF_ERROR(
+        check_destination(recording, recording.fills[i].destination, fmt::format("fill {}", i)));
   }
   for (std::size_t i = 0; i < recording.scatters.size(); ++i) {
     const Scatter& scatter = recording.scatters[i];
     if (scatter.name >= names || live[scatter.name] == 0) {
-      return plan_error(fmt::format("recording of other metadata: copy {} reads name {}, which is not live; the tables have {} names", i,
-                                    scatter.name, names));
+      return plan_error(fmt::format(
+          "recording of other metadata: copy {} reads name {}, which is not live; the tables have {} names",
+          i, scatter.name, names));
     }
     const TensorMeta& meta = tables.metadata[scatter.name];
     const auto wrong = [&](std::string_view problem) {
-      return plan_error(fmt::format("recording: copy {} of '{}' {}{}: {}", i, meta.name, shape_text(meta.shape), scatter.chain, problem),
+      return plan_error(fmt::format("recording: copy {} of '{}' {}{}: {}", i, meta.name,
+                                    shape_text(meta.shape), scatter.chain, problem),
                         meta.name);
     };
     if (!dtype_valid(static_cast<std::uint8_t>(scatter.wire_dtype)) ||
         !dtype_valid(static_cast<std::uint8_t>(scatter.destination.dtype))) {
       return wrong("unknown dtype");
     }
-    if (const Status slice = check_slice(scatter.slice, scatter.wire_dtype, meta.dtype, *checked_numel(meta.shape)); !slice.ok()) {
+    if (const Status slice =
+            check_slice(scatter.slice, scatter.wire_dtype, meta.dtype, *checked_numel(meta.shape));
+        !slice.ok()) {
       return wrong(slice.message());
     }
-    SHARDPULL_RETURN_IF_ERROR(check_destination(recording, scatter.destination, fmt::format("copy {} of '{}'", i, meta.name)));
+    SHARDPULL_RETURN_IF_ERROR(
+        check_destination(recording, scatter.destination, fmt::format("copy {} of '{}'", i, meta.name)));
     const auto shape = checked_numel(scatter.shape);
     if (!shape || *shape != scatter.slice.numel()) {
-      return wrong(fmt::format("its shape {} is not that of {} elements", shape_text(scatter.shape), scatter.slice.numel()));
+      return wrong(fmt::format("its shape {} is not that of {} elements", shape_text(scatter.shape),
+                               scatter.slice.numel()));
     }
     const std::int64_t window = *checked_numel(scatter.destination.shape);
     // Element by element, or the same bytes through a view of another dtype.
     const auto window_bits = checked_mul(window, dtype_bits(scatter.destination.dtype));
     const auto wire_bits = checked_mul(*shape, dtype_bits(scatter.wire_dtype));
     if (window != *shape && (!window_bits || window_bits != wire_bits)) {
-      return wrong(fmt::format("{} elements go to a destination of shape {}", *shape, shape_text(scatter.destination.shape)));
+      return wrong(fmt::format("{} elements go to a destination of shape {}", *shape,
+                               shape_text(scatter.destination.shape)));
     }
-    const RecordedModule& module = recording.modules[recording.parameters[scatter.destination.parameter].module];
+    const RecordedModule& module =
+        recording.modules[recording.parameters[scatter.destination.parameter].module];
     if (!module.baked) return wrong(fmt::format("module '{}' did not bake", module.name));
   }
   return {};
@@ -163,7 +182,8 @@ Status check_recording(const InitTables& tables, const Recording& recording) {
 
 class Planner {
  public:
-  Planner(const InitTables& tables, const Recording& recording, std::uint32_t consumer, const PlanOptions& options)
+  Planner(const InitTables& tables, const Recording& recording, std::uint32_t consumer,
+          const PlanOptions& options)
       : tables_(tables),
         recording_(recording),
         options_(options),
@@ -206,13 +226,16 @@ class Planner {
     }
   }
 
-  std::uint32_t module_of(const Destination& destination) const { return recording_.parameters[destination.parameter].module; }
+  std::uint32_t module_of(const Destination& destination) const {
+    return recording_.parameters[destination.parameter].module;
+  }
 
   const std::vector<std::uint32_t>& owners_of(std::uint32_t owner_class) const {
     return tables_.ownership.owner_sets.empty() ? everyone_ : tables_.ownership.owner_sets[owner_class];
   }
 
-  // Modules by the first of their names in the group, then by their first copy; the copies of a module as recorded.
+  // Modules by the first of their names in the group, then by their first copy; the copies of a module as
+  // recorded.
   std::vector<std::uint32_t> in_planning_order(const std::vector<std::uint32_t>& scatters) const {
     struct Order {
       std::uint32_t first_name = 0, first_scatter = 0;
@@ -220,7 +243,8 @@ class Planner {
     std::unordered_map<std::uint32_t, Order> orders;
     for (const std::uint32_t s : scatters) {
       const std::uint32_t name = recording_.scatters[s].name;
-      const auto [at, fresh] = orders.try_emplace(module_of(recording_.scatters[s].destination), Order{name, s});
+      const auto [at, fresh] =
+          orders.try_emplace(module_of(recording_.scatters[s].destination), Order{name, s});
       if (!fresh) at->second.first_name = std::min(at->second.first_name, name);
     }
     struct Ranked {
@@ -229,7 +253,8 @@ class Planner {
     };
     std::vector<Ranked> ranked;
     ranked.reserve(scatters.size());
-    for (const std::uint32_t s : scatters) ranked.push_back({orders.at(module_of(recording_.scatters[s].destination)), s});
+    for (const std::uint32_t s : scatters)
+      ranked.push_back({orders.at(module_of(recording_.scatters[s].destination)), s});
     std::sort(ranked.begin(), ranked.end(), [](const Ranked& a, const Ranked& b) {
       return std::tuple(a.module.first_name, a.module.first_scatter, a.scatter) <
              std::tuple(b.module.first_name, b.module.first_scatter, b.scatter);
@@ -244,7 +269,8 @@ class Planner {
     std::map<std::uint32_t, List> by_class;
     for (const std::uint32_t s : in_planning_order(scatters)) SHARDPULL_RETURN_IF_ERROR(cut(s, by_class));
     const std::size_t before = plan_.chunks.size();
-    for (auto& [owner_class, list] : by_class) SHARDPULL_RETURN_IF_ERROR(add_chunks(group, owner_class, list));
+    for (auto& [owner_class, list] : by_class)
+      SHARDPULL_RETURN_IF_ERROR(add_chunks(group, owner_class, list));
     if (plan_.chunks.size() == before) {
       plan_.pre_free.push_back(group);
     } else {
@@ -264,7 +290,8 @@ class Planner {
       parts.push_back(std::move(whole));
     } else {
       const auto [first, count] = pieces_of_.at(scatter.name);
-      SHARDPULL_ASSIGN_OR_RETURN(parts, cut_by_pieces(scatter, meta, std::span(own.pieces).subspan(first, count), first));
+      SHARDPULL_ASSIGN_OR_RETURN(
+          parts, cut_by_pieces(scatter, meta, std::span(own.pieces).subspan(first, count), first));
     }
     std::vector<Part> rows;
     for (Part& part : parts) {
@@ -290,8 +317,9 @@ class Planner {
     std::unordered_map<std::string, std::uint32_t> item_of_key;
     for (std::uint32_t e = 0; e < list.size(); ++e) {
       const Part& part = list[e].part;
-      const auto [at, fresh] = item_of_key.try_emplace(key_text(list[e].name, part.piece, part.wire_dtype, part.slice),
-                                                       static_cast<std::uint32_t>(items.size()));
+      const auto [at, fresh] =
+          item_of_key.try_emplace(key_text(list[e].name, part.piece, part.wire_dtype, part.slice),
+                                  static_cast<std::uint32_t>(items.size()));
       if (fresh) items.push_back({.bytes = part.bytes, .entries = {}});
       items[at->second].entries.push_back(e);
     }
@@ -307,13 +335,16 @@ class Planner {
         const auto next = layout_end(end, items[i].bytes);
         if (!next) return plan_limit_error(fmt::format("group {}: a chunk larger than 2^64 bytes", group));
         end = *next;
-        if (i > first && ((options_.max_chunk_bytes > 0 && end > options_.max_chunk_bytes) || i - first >= kMaxKeysPerChunk)) {
-          SHARDPULL_RETURN_IF_ERROR(add_chunk(group, owner_class, list, std::span(items).subspan(first, i - first)));
+        if (i > first && ((options_.max_chunk_bytes > 0 && end > options_.max_chunk_bytes) ||
+                          i - first >= kMaxKeysPerChunk)) {
+          SHARDPULL_RETURN_IF_ERROR(
+              add_chunk(group, owner_class, list, std::span(items).subspan(first, i - first)));
           first = i;
           end = items[i].bytes;
         }
       }
-      SHARDPULL_RETURN_IF_ERROR(add_chunk(group, owner_class, list, std::span(items).subspan(first, cuts[c + 1] - first)));
+      SHARDPULL_RETURN_IF_ERROR(
+          add_chunk(group, owner_class, list, std::span(items).subspan(first, cuts[c + 1] - first)));
     }
     return {};
   }
@@ -326,7 +357,8 @@ class Planner {
 
   Status add_chunk(std::uint32_t group, std::uint32_t owner_class, List& list, std::span<const Item> items) {
     if (plan_.chunks.size() >= kMaxChunks) {
-      return plan_limit_error(fmt::format("more than {} chunks; max_chunk_bytes is {}", kMaxChunks, options_.max_chunk_bytes));
+      return plan_limit_error(
+          fmt::format("more than {} chunks; max_chunk_bytes is {}", kMaxChunks, options_.max_chunk_bytes));
     }
     Chunk chunk;
     chunk.chunk_id = static_cast<std::uint32_t>(plan_.chunks.size());
@@ -350,7 +382,8 @@ class Planner {
     }
     std::sort(uses.begin(), uses.end());
     chunk.scatters.reserve(uses.size());
-    for (const auto& [e, k] : uses) chunk.scatters.push_back({.key = k, .destination = std::move(list[e].part.destination)});
+    for (const auto& [e, k] : uses)
+      chunk.scatters.push_back({.key = k, .destination = std::move(list[e].part.destination)});
     SHARDPULL_RETURN_IF_ERROR(route(chunk));
     plan_.chunks.push_back(std::move(chunk));
     return {};
@@ -361,18 +394,21 @@ class Planner {
     const std::vector<std::uint32_t>& owners = owners_of(chunk.owner_class);
     std::vector<std::uint32_t> block = route_block(owners, plan_.consumer, workers_);
     // Within its block the consumer rotates by group; beyond it, the owners that follow in the set.
-    std::rotate(block.begin(), block.begin() + static_cast<std::ptrdiff_t>(chunk.group % block.size()), block.end());
+    std::rotate(block.begin(), block.begin() + static_cast<std::ptrdiff_t>(chunk.group % block.size()),
+                block.end());
     chunk.candidates = block;
     const auto last = std::find(owners.begin(), owners.end(), *std::max_element(block.begin(), block.end()));
     for (std::size_t i = 1; i <= owners.size() - block.size(); ++i) {
-      chunk.candidates.push_back(owners[(static_cast<std::size_t>(last - owners.begin()) + i) % owners.size()]);
+      chunk.candidates.push_back(
+          owners[(static_cast<std::size_t>(last - owners.begin()) + i) % owners.size()]);
     }
     SHARDPULL_RETURN_IF_ERROR(choose_path(chunk));
 
     std::vector<std::uint64_t> sizes;
     sizes.reserve(chunk.keys.size());
     for (const ChunkKey& key : chunk.keys) sizes.push_back(key.bytes);
-    const auto runs = static_cast<std::uint32_t>(std::min<std::size_t>({options_.pull_split, block.size(), sizes.size()}));
+    const auto runs =
+        static_cast<std::uint32_t>(std::min<std::size_t>({options_.pull_split, block.size(), sizes.size()}));
     std::vector<std::uint32_t> starts = greedy_cut(sizes, runs);
     starts.push_back(static_cast<std::uint32_t>(sizes.size()));
     for (std::size_t r = 0; r + 1 < starts.size(); ++r) {
@@ -396,18 +432,21 @@ class Planner {
       if (options_.path == PathPolicy::kAuto) return {};
       return plan_error("path mapped: this transport cannot map the memory of peers; use auto or packed");
     }
-    const auto fixed = std::find_if(chunk.candidates.begin(), chunk.candidates.end(),
-                                    [&](std::uint32_t producer) { return tables_.producer_mappable[producer] == 0; });
+    const auto fixed =
+        std::find_if(chunk.candidates.begin(), chunk.candidates.end(),
+                     [&](std::uint32_t producer) { return tables_.producer_mappable[producer] == 0; });
     if (fixed != chunk.candidates.end()) {
       for (const ChunkKey& key : chunk.keys) {
         const TensorMeta& meta = tables_.metadata[key.name];
         const std::uint64_t bytes = *bytes_of(meta.dtype, *checked_numel(meta.shape));
         if (bytes <= tables_.export_pack_limit) continue;
         if (options_.path == PathPolicy::kAuto) return {};
-        return plan_error(fmt::format("path mapped: trainer {} does not hold '{}' in memory that can be mapped, and its {} are above "
-                                      "export_pack_limit, {}; use auto or packed, or raise the limit",
-                                      *fixed, meta.name, format_bytes(bytes), format_bytes(tables_.export_pack_limit)),
-                          meta.name);
+        return plan_error(
+            fmt::format("path mapped: trainer {} does not hold '{}' in memory that can be mapped, and its {} "
+                        "are above "
+                        "export_pack_limit, {}; use auto or packed, or raise the limit",
+                        *fixed, meta.name, format_bytes(bytes), format_bytes(tables_.export_pack_limit)),
+            meta.name);
       }
     }
     chunk.path = Path::kMapped;
@@ -476,16 +515,18 @@ class Planner {
     }
     for (std::size_t group = 0; group < signalled.size(); ++group) {
       if (signalled[group] != 1) {
-        return plan_internal_error(fmt::format("group {} would be signalled {} times by worker {}", group, signalled[group], plan_.consumer));
+        return plan_internal_error(fmt::format("group {} would be signalled {} times by worker {}", group,
+                                               signalled[group], plan_.consumer));
       }
     }
     for (std::size_t s = 0; s < planned_elements_.size(); ++s) {
       const Scatter& scatter = recording_.scatters[s];
       if (planned_elements_[s] != scatter.slice.numel()) {
         const std::string& name = tables_.metadata[scatter.name].name;
-        return plan_internal_error(fmt::format("{} of the {} elements that '{}' takes from '{}' are planned", planned_elements_[s],
-                                               scatter.slice.numel(), place_text(recording_, scatter.destination), name),
-                                   name);
+        return plan_internal_error(
+            fmt::format("{} of the {} elements that '{}' takes from '{}' are planned", planned_elements_[s],
+                        scatter.slice.numel(), place_text(recording_, scatter.destination), name),
+            name);
       }
     }
     return {};
@@ -496,9 +537,10 @@ class Planner {
   const PlanOptions options_;
   const std::uint32_t workers_;  // per replica
   std::vector<std::uint32_t> everyone_;
-  std::vector<std::uint32_t> next_seq_;                                                        // per producer
-  std::unordered_map<std::uint32_t, std::pair<std::uint32_t, std::uint32_t>> pieces_of_;  // name -> first, count
-  std::vector<std::int64_t> planned_elements_;                                                 // per scatter
+  std::vector<std::uint32_t> next_seq_;  // per producer
+  std::unordered_map<std::uint32_t, std::pair<std::uint32_t, std::uint32_t>>
+      pieces_of_;                               // name -> first, count
+  std::vector<std::int64_t> planned_elements_;  // per scatter
   WorkerPlan plan_;
 };
 
@@ -506,9 +548,12 @@ class Planner {
 
 std::string_view to_string(Path path) {
   switch (path) {
-    case Path::kPacked: return "packed";
-    case Path::kMapped: return "mapped";
-    case Path::kDirect: return "direct";
+    case Path::kPacked:
+      return "packed";
+    case Path::kMapped:
+      return "mapped";
+    case Path::kDirect:
+      return "direct";
   }
   return "unknown";
 }
@@ -540,7 +585,8 @@ std::vector<PullDescription> pulls_at(const WorkerPlan& plan, std::uint32_t prod
       pull.lane = {.producer = producer, .sharing_group = plan.sharing_group, .kind = LaneKind::kRegular};
       pull.seq = run.seq;
       pull.bytes = run.bytes;
-      pull.keys.assign(chunk.keys.begin() + run.first_key, chunk.keys.begin() + run.first_key + run.key_count);
+      pull.keys.assign(chunk.keys.begin() + run.first_key,
+                       chunk.keys.begin() + run.first_key + run.key_count);
       for (ChunkKey& key : pull.keys) key.offset -= run.offset;
     }
   }

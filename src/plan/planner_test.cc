@@ -1,4 +1,5 @@
-// Goal: the plan of a worker. Order, cuts, layouts, producers, paths and signals on models written down by hand.
+// Goal: the plan of a worker. Order, cuts, layouts, producers, paths and signals on models written down by
+// hand.
 #include <algorithm>
 #include <clocale>
 #include <cstdint>
@@ -28,7 +29,10 @@ struct SmallModel {
       meta("layers.0.gate", {16, 8}),  // 256
       meta("layers.0.norm", {3}),      // 6
       meta("layers.0.up", {16, 8}),    // 256
-      meta("layers.1.down", {8, 16}),  meta("layers.1.gate", {16, 8}), meta("layers.1.norm", {3}), meta("layers.1.up", {16, 8}),
+      meta("layers.1.down", {8, 16}),
+      meta("layers.1.gate", {16, 8}),
+      meta("layers.1.norm", {3}),
+      meta("layers.1.up", {16, 8}),
       meta("norm", {8}),
   };
   Recording record() const {
@@ -38,7 +42,8 @@ struct SmallModel {
       const std::uint32_t first = 1 + 4 * layer;
       const std::string prefix = "layers." + std::to_string(layer) + ".";
       const std::uint32_t fused = builder.parameter(prefix + "gate_up", "weight", {32, 8});
-      builder.copy_at(first + 3, builder.fake(first + 3), fused, 128);  // up before gate: as the loader wrote them
+      builder.copy_at(first + 3, builder.fake(first + 3), fused,
+                      128);  // up before gate: as the loader wrote them
       builder.copy_at(first + 1, builder.fake(first + 1), fused, 0);
       builder.whole(prefix + "norm", first + 2, builder.fake(first + 2));
       builder.whole(prefix + "down", first, builder.fake(first));
@@ -48,7 +53,9 @@ struct SmallModel {
   }
 };
 
-PlanOptions unlimited() { return {.max_chunk_bytes = 0, .path = PathPolicy::kPacked}; }
+PlanOptions unlimited() {
+  return {.max_chunk_bytes = 0, .path = PathPolicy::kPacked};
+}
 
 std::vector<std::string> names_of(const InitTables& tables, const Chunk& chunk) {
   std::vector<std::string> names;
@@ -71,11 +78,13 @@ TEST(PlanWorker, order_layout_and_signals) {
   expect_exact(tables, recording, plan);
   ASSERT_EQ(plan.chunks.size(), 4u);
 
-  // Modules by the first of their names in the group (down, gate_up, norm); the copies of gate_up as recorded.
+  // Modules by the first of their names in the group (down, gate_up, norm); the copies of gate_up as
+  // recorded.
   const Chunk& layer = plan.chunks[1];
   EXPECT_EQ(layer.chunk_id, 1u);
   EXPECT_EQ(layer.group, 1u);
-  EXPECT_EQ(names_of(tables, layer), (std::vector<std::string>{"layers.0.down", "layers.0.up", "layers.0.gate", "layers.0.norm"}));
+  EXPECT_EQ(names_of(tables, layer),
+            (std::vector<std::string>{"layers.0.down", "layers.0.up", "layers.0.gate", "layers.0.norm"}));
   EXPECT_EQ(layer.keys[3].offset, 768u);
   EXPECT_EQ(layer.bytes, 774u);  // no padding after the last key
   EXPECT_EQ(layer.signal_groups, (Ids{1}));
@@ -91,8 +100,9 @@ TEST(PlanWorker, order_layout_and_signals) {
 }
 
 TEST(PlanWorker, keys_start_on_multiples_of_16) {
-  const std::vector<TensorMeta> metadata{meta("a", {3}, DType::kF16), meta("b", {5}, DType::kF32), meta("c", {1}, DType::kBF16),
-                                         meta("d", {7}, DType::kF8E4M3), meta("e", {1}, DType::kI64)};
+  const std::vector<TensorMeta> metadata{meta("a", {3}, DType::kF16), meta("b", {5}, DType::kF32),
+                                         meta("c", {1}, DType::kBF16), meta("d", {7}, DType::kF8E4M3),
+                                         meta("e", {1}, DType::kI64)};
   RecordingBuilder builder(metadata);
   for (std::uint32_t name = 0; name < 5; ++name) builder.whole(metadata[name].name, name, builder.fake(name));
   const InitTables tables = make_tables(metadata);
@@ -103,7 +113,8 @@ TEST(PlanWorker, keys_start_on_multiples_of_16) {
   EXPECT_EQ(plan.chunks[0].bytes, 88u);
 
   // Slots smaller than the whole: the same keys, cut between tensors.
-  const WorkerPlan cut = must(plan_worker(tables, builder.build(), 0, {.max_chunk_bytes = 24, .path = PathPolicy::kPacked}));
+  const WorkerPlan cut =
+      must(plan_worker(tables, builder.build(), 0, {.max_chunk_bytes = 24, .path = PathPolicy::kPacked}));
   expect_exact(tables, builder.build(), cut);
   for (const Chunk& chunk : cut.chunks) EXPECT_LE(chunk.bytes, 24u);
 }
@@ -111,8 +122,10 @@ TEST(PlanWorker, keys_start_on_multiples_of_16) {
 TEST(PlanWorker, an_equal_key_travels_once) {
   const std::vector<TensorMeta> metadata{meta("w", {8, 8})};
   RecordingBuilder builder(metadata);
-  // The same slice written down in two ways, into two modules; and once again into a third place of the first.
-  const std::uint32_t a = builder.parameter("a", "weight", {4, 8}), a2 = builder.parameter("a", "copy", {4, 8});
+  // The same slice written down in two ways, into two modules; and once again into a third place of the
+  // first.
+  const std::uint32_t a = builder.parameter("a", "weight", {4, 8}),
+                      a2 = builder.parameter("a", "copy", {4, 8});
   const std::uint32_t b = builder.parameter("b", "weight", {4, 8});
   builder.copy(0, must(builder.fake(0).narrow(0, 4, 4)), a);
   builder.copy(0, must(must(builder.fake(0).view({2, 4, 8})).select(0, 1)), b);
@@ -137,7 +150,8 @@ TEST(PlanWorker, an_equal_key_travels_once) {
 TEST(PlanWorker, case_002_one_name_feeds_two_storages) {
   const std::vector<TensorMeta> metadata{meta("model.embed_tokens.weight", {100, 64})};
   RecordingBuilder builder(metadata);
-  for (const char* module : {"model.embed_tokens", "lm_head"}) builder.whole(module, 0, must(builder.fake(0).narrow(0, 0, 50)));
+  for (const char* module : {"model.embed_tokens", "lm_head"})
+    builder.whole(module, 0, must(builder.fake(0).narrow(0, 0, 50)));
   const Recording recording = builder.build();
   const InitTables tables = make_tables(metadata, 1, 2);
   const WorkerPlan plan = must(plan_worker(tables, recording, 0));
@@ -147,8 +161,10 @@ TEST(PlanWorker, case_002_one_name_feeds_two_storages) {
 }
 
 TEST(PlanWorker, modules_span_groups_and_owner_classes) {
-  // A module fed from an early and a late group: materialised with the first chunk, post-processed with the last.
-  const std::vector<TensorMeta> metadata{meta("a", {4}), meta("l.0.x", {4}), meta("l.0.y", {4}), meta("b", {4})};
+  // A module fed from an early and a late group: materialised with the first chunk, post-processed with the
+  // last.
+  const std::vector<TensorMeta> metadata{meta("a", {4}), meta("l.0.x", {4}), meta("l.0.y", {4}),
+                                         meta("b", {4})};
   RecordingBuilder builder(metadata);
   const std::uint32_t wide = builder.parameter("wide", "weight", {3, 4});
   builder.copy_at(0, builder.fake(0), wide, 0);
@@ -235,24 +251,30 @@ TEST(PlanWorker, fills_alone_make_a_chunk_without_keys) {
 
 TEST(PlanWorker, max_chunk_bytes_bounds_the_slot) {
   // An untied vocabulary matrix must not dictate the slot size.
-  const std::vector<TensorMeta> metadata{meta("lm_head", {1000, 16}), meta("norm", {16}), meta("other", {24, 16})};
+  const std::vector<TensorMeta> metadata{meta("lm_head", {1000, 16}), meta("norm", {16}),
+                                         meta("other", {24, 16})};
   RecordingBuilder builder(metadata);
   for (std::uint32_t name = 0; name < 3; ++name) builder.whole(metadata[name].name, name, builder.fake(name));
   const Recording recording = builder.build();
   const InitTables tables = make_tables(metadata);
-  const WorkerPlan plan = must(plan_worker(tables, recording, 0, {.max_chunk_bytes = 4096, .path = PathPolicy::kPacked}));
+  const WorkerPlan plan =
+      must(plan_worker(tables, recording, 0, {.max_chunk_bytes = 4096, .path = PathPolicy::kPacked}));
   expect_exact(tables, recording, plan);
   for (const Chunk& chunk : plan.chunks) EXPECT_LE(chunk.bytes, 4096u);
   EXPECT_EQ(plan.bytes_planned, plan.bytes_kept);
-  // Materialised once, with the first of its rows; processed once, with the last; the group is signalled once.
+  // Materialised once, with the first of its rows; processed once, with the last; the group is signalled
+  // once.
   EXPECT_EQ(plan.chunks.front().materialise, (Ids{0}));
   EXPECT_EQ(std::accumulate(plan.chunks.begin(), plan.chunks.end(), std::size_t{0},
-                            [](std::size_t n, const Chunk& chunk) { return n + chunk.materialise.size() + chunk.post_process.size(); }),
+                            [](std::size_t n, const Chunk& chunk) {
+                              return n + chunk.materialise.size() + chunk.post_process.size();
+                            }),
             6u);
   EXPECT_EQ(plan.chunks.back().signal_groups, (Ids{0}));
 
   // A single row may be larger than the limit, nothing else.
-  const WorkerPlan rows = must(plan_worker(tables, recording, 0, {.max_chunk_bytes = 20, .path = PathPolicy::kPacked}));
+  const WorkerPlan rows =
+      must(plan_worker(tables, recording, 0, {.max_chunk_bytes = 20, .path = PathPolicy::kPacked}));
   for (const Chunk& chunk : rows.chunks) {
     EXPECT_EQ(chunk.keys.size(), 1u);
     EXPECT_LE(chunk.bytes, 32u);
@@ -311,8 +333,12 @@ TEST(PlanWorker, pull_split_cuts_keys_over_the_block) {
   expect_exact(tables, recording, plan);
   const Chunk& layer = plan.chunks[1];
   ASSERT_EQ(layer.runs.size(), 2u);  // the block has two producers
-  EXPECT_EQ(layer.runs[0], (shardpull::Run{.producer = 3, .first_key = 0, .key_count = 1, .offset = 0, .bytes = 256, .seq = 0}));
-  EXPECT_EQ(layer.runs[1], (shardpull::Run{.producer = 2, .first_key = 1, .key_count = 3, .offset = 256, .bytes = 518, .seq = 1}));
+  EXPECT_EQ(
+      layer.runs[0],
+      (shardpull::Run{.producer = 3, .first_key = 0, .key_count = 1, .offset = 0, .bytes = 256, .seq = 0}));
+  EXPECT_EQ(
+      layer.runs[1],
+      (shardpull::Run{.producer = 2, .first_key = 1, .key_count = 3, .offset = 256, .bytes = 518, .seq = 1}));
   EXPECT_EQ(plan.chunks[0].runs.size(), 1u);  // one key
   // Each producer's slots hold the largest run taken there.
   ASSERT_EQ(plan.producers.size(), 2u);
@@ -331,7 +357,8 @@ TEST(PlanWorker, replicas_pull_the_same_bytes_from_the_same_producers) {
   InitTables tables = make_tables(model.metadata, 4, 4);
   tables.num_replicas = 2;
   const Recording recording = model.record();
-  const WorkerPlan first = must(plan_worker(tables, recording, 1)), second = must(plan_worker(tables, recording, 3));
+  const WorkerPlan first = must(plan_worker(tables, recording, 1)),
+                   second = must(plan_worker(tables, recording, 3));
   EXPECT_EQ(first.chunks, second.chunks);
   EXPECT_EQ(first.producers, second.producers);
   EXPECT_EQ(first.sharing_group, 1u);
@@ -348,7 +375,9 @@ TEST(PlanWorker, case_091_ring_depth_and_layout_are_in_the_digest) {
   InitTables tables = make_tables(model.metadata);
   const Recording recording = model.record();
   const auto digest_of = [&](std::uint64_t max_chunk_bytes) {
-    return must(plan_worker(tables, recording, 0, {.max_chunk_bytes = max_chunk_bytes})).producers.at(0).digest;
+    return must(plan_worker(tables, recording, 0, {.max_chunk_bytes = max_chunk_bytes}))
+        .producers.at(0)
+        .digest;
   };
   const Digest128 digest = digest_of(1024);
   EXPECT_EQ(digest_of(1024), digest);
@@ -363,7 +392,8 @@ TEST(PlanWorker, paths) {
   const Recording recording = model.record();
   const auto paths = [&](PlanOptions options) {
     std::string text;
-    for (const Chunk& chunk : must(plan_worker(tables, recording, 0, options)).chunks) text += to_string(chunk.path).front();
+    for (const Chunk& chunk : must(plan_worker(tables, recording, 0, options)).chunks)
+      text += to_string(chunk.path).front();
     return text;
   };
   EXPECT_EQ(paths({}), "mmmm");
@@ -382,8 +412,10 @@ TEST(PlanWorker, paths) {
   ASSERT_FALSE(refused.ok());
   EXPECT_EQ(refused.status().info().tensor, "embed");
   EXPECT_NE(refused.status().message().find("trainer 1"), std::string::npos) << refused.status().message();
-  EXPECT_NE(refused.status().message().find("export_pack_limit"), std::string::npos) << refused.status().message();
-  EXPECT_FALSE(plan_worker(tables, recording, 0, {.path = PathPolicy::kMapped, .mapping_available = false}).ok());
+  EXPECT_NE(refused.status().message().find("export_pack_limit"), std::string::npos)
+      << refused.status().message();
+  EXPECT_FALSE(
+      plan_worker(tables, recording, 0, {.path = PathPolicy::kMapped, .mapping_available = false}).ok());
 }
 
 TEST(PlanWorker, presize_is_a_floor_for_packed_slots) {
@@ -452,13 +484,15 @@ TEST(PlanWorker, case_107_the_encoded_plan_is_compact) {
   for (int layer = 0; layer < 4; ++layer) {
     for (int expert = 0; expert < 64; ++expert) {
       for (const char* part : {"w1", "w2", "w3"}) {
-        metadata.push_back(meta("layers." + std::to_string(layer) + ".experts." + std::to_string(expert) + "." + part, {16, 16}));
+        metadata.push_back(meta(
+            "layers." + std::to_string(layer) + ".experts." + std::to_string(expert) + "." + part, {16, 16}));
       }
     }
   }
   RecordingBuilder builder(metadata);
   builder.whole("columns", 0, must(builder.fake(0).narrow(1, 0, 4)));
-  for (std::uint32_t name = 1; name < metadata.size(); ++name) builder.whole(metadata[name].name, name, builder.fake(name));
+  for (std::uint32_t name = 1; name < metadata.size(); ++name)
+    builder.whole(metadata[name].name, name, builder.fake(name));
   const WorkerPlan plan = must(plan_worker(make_tables(metadata), builder.build(), 0));
   EXPECT_LT(encode(plan).size(), 1u << 20);
   EXPECT_LT(encode_pulls(pulls_at(plan, 0)).size(), 1u << 20);
@@ -516,14 +550,17 @@ TEST(PlanWorker, pure_whatever_the_locale) {
 TEST(Explain, says_who_serves_whom_and_why) {
   const SmallModel model;
   InitTables tables = make_tables(model.metadata, 2, 2);
-  tables.ownership = {.owner_sets = {{0, 1}, {1}}, .name_owner_class = {0, 1, 1, 1, 1, 0, 0, 0, 0, 0}, .pieces = {}};
+  tables.ownership = {
+      .owner_sets = {{0, 1}, {1}}, .name_owner_class = {0, 1, 1, 1, 1, 0, 0, 0, 0, 0}, .pieces = {}};
   RecordingBuilder other(model.metadata);
   other.whole("norm", 9, other.fake(9));
   const std::vector<Recording> recordings{model.record(), other.build()};
-  const std::vector<WorkerPlan> plans{must(plan_worker(tables, recordings[0], 0)), must(plan_worker(tables, recordings[1], 1))};
+  const std::vector<WorkerPlan> plans{must(plan_worker(tables, recordings[0], 0)),
+                                      must(plan_worker(tables, recordings[1], 1))};
   const std::string text = explain(tables, plans, recordings, "layers.0.gate");
-  for (const char* part : {"held whole by trainer 1 (owner class 1)", "gather group 1", "worker 0:", "from trainer 1, mapped",
-                           "layers.0.gate_up.weight", "why mapped", "worker 1:\n  dead here: other rank"}) {
+  for (const char* part : {"held whole by trainer 1 (owner class 1)", "gather group 1", "worker 0:",
+                           "from trainer 1, mapped", "layers.0.gate_up.weight takes BF16 [16, 8]: all of it",
+                           "why mapped", "worker 1:\n  dead here: other rank"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << " in:\n" << text;
   }
   EXPECT_NE(explain(tables, plans, recordings, "layers.0.gat").find("  layers.0.gate\n"), std::string::npos);
@@ -542,7 +579,8 @@ TEST(Explain, lists_pieces) {
   const WorkerPlan plan = must(plan_worker(tables, recording, 0));
   expect_exact(tables, recording, plan);
   const std::string text = explain(tables, {plan}, {recording}, "w");
-  for (const char* part : {"piece [0:3, 0:4] held by trainer 0", "piece [3:4, 0:4] held by trainer 1", "from trainer 1"}) {
+  for (const char* part :
+       {"piece [0:3, 0:4] held by trainer 0", "piece [3:4, 0:4] held by trainer 1", "from trainer 1"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << " in:\n" << text;
   }
 }

@@ -1,5 +1,6 @@
-// Goal: whatever the groups, owners, pieces, chains and splits, a plan moves every element once, from a legal owner, in chunks
-// within the limit, with the same layout on both sides, and signals every group once. Seeded: a failure names its problem.
+// Goal: whatever the groups, owners, pieces, chains and splits, a plan moves every element once, from a legal
+// owner, in chunks within the limit, with the same layout on both sides, and signals every group once.
+// Seeded: a failure names its problem.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -33,7 +34,8 @@ std::vector<TensorMeta> random_metadata(Random& random) {
   std::vector<TensorMeta> metadata;
   const std::int64_t groups = random.between(1, 4);
   for (std::int64_t g = 0; g < groups; ++g) {
-    const std::string prefix = random.below(3) == 0 ? "run" + std::to_string(g) + "_." : "l." + std::to_string(g) + ".";
+    const std::string prefix =
+        random.below(3) == 0 ? "run" + std::to_string(g) + "_." : "l." + std::to_string(g) + ".";
     for (std::int64_t n = random.between(1, 4); n > 0; --n) {
       std::vector<std::int64_t> shape(random.below(4));
       for (auto& size : shape) size = random.below(20) == 0 ? 0 : random.between(1, 6);
@@ -54,7 +56,8 @@ Box random_box(Random& random, const std::vector<std::int64_t>& shape) {
 }
 
 // Cuts every dim now and then, gives each cell one or two owners, and declares some boxes more.
-void hold_in_pieces(Random& random, const TensorMeta& meta, std::uint32_t name, std::vector<Holding>& holdings) {
+void hold_in_pieces(Random& random, const TensorMeta& meta, std::uint32_t name,
+                    std::vector<Holding>& holdings) {
   std::vector<Box> cells{Box{}};
   for (const std::int64_t size : meta.shape) {
     std::vector<Box> next;
@@ -74,7 +77,8 @@ void hold_in_pieces(Random& random, const TensorMeta& meta, std::uint32_t name, 
     hold(holdings[random.below(holdings.size())], name, cell);
     if (random.below(4) == 0) hold(holdings[random.below(holdings.size())], name, cell);
   }
-  if (!meta.shape.empty() && random.below(3) == 0) hold(holdings[random.below(holdings.size())], name, random_box(random, meta.shape));
+  if (!meta.shape.empty() && random.below(3) == 0)
+    hold(holdings[random.below(holdings.size())], name, random_box(random, meta.shape));
 }
 
 Tensor random_slice(Random& random, Tensor tensor) {
@@ -87,8 +91,13 @@ Tensor random_slice(Random& random, Tensor tensor) {
         tensor = must(tensor.narrow(d, start, random.between(0, size - start)));
         break;
       }
-      case 1: tensor = must(tensor.transpose(d, random.between(0, tensor.dim() - 1))); break;
-      case 2: tensor = must(tensor.index({IndexSlice{.start = std::nullopt, .stop = std::nullopt, .step = random.between(1, 3)}})); break;
+      case 1:
+        tensor = must(tensor.transpose(d, random.between(0, tensor.dim() - 1)));
+        break;
+      case 2:
+        tensor = must(tensor.index(
+            {IndexSlice{.start = std::nullopt, .stop = std::nullopt, .step = random.between(1, 3)}}));
+        break;
       case 3:
         if (auto flat = tensor.reshape({tensor.numel()}); flat.ok() && flat->slice().ok()) tensor = *flat;
         break;
@@ -99,12 +108,14 @@ Tensor random_slice(Random& random, Tensor tensor) {
   return tensor;
 }
 
-void record_copy(Random& random, RecordingBuilder& builder, std::uint32_t name, const Tensor& source, const DType dtype) {
+void record_copy(Random& random, RecordingBuilder& builder, std::uint32_t name, const Tensor& source,
+                 const DType dtype) {
   // A window with permuted strides and gaps, in a parameter of its own.
   std::vector<std::int64_t> stride(source.shape().size(), 1);
   std::vector<std::size_t> order(stride.size());
   for (std::size_t d = 0; d < order.size(); ++d) order[d] = d;
-  for (std::size_t d = order.size(); d > 1 && random.below(2) == 0; --d) std::swap(order[d - 1], order[random.below(d)]);
+  for (std::size_t d = order.size(); d > 1 && random.below(2) == 0; --d)
+    std::swap(order[d - 1], order[random.below(d)]);
   const std::int64_t offset = random.between(0, 3);
   std::int64_t step = random.between(1, 2), extent = offset + 1;
   for (std::size_t i = order.size(); i-- > 0;) {
@@ -121,13 +132,16 @@ Recording random_recording(Random& random, const std::vector<TensorMeta>& metada
   RecordingBuilder builder(metadata);
   Ids order(metadata.size());
   for (std::uint32_t name = 0; name < order.size(); ++name) order[name] = name;
-  for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);  // loaders read in any order
+  for (std::size_t i = order.size(); i > 1; --i)
+    std::swap(order[i - 1], order[random.below(i)]);  // loaders read in any order
   for (const std::uint32_t name : order) {
     if (random.below(5) == 0) continue;
     const Tensor source = random_slice(random, builder.fake(name));
     record_copy(random, builder, name, source, metadata[name].dtype);
     while (random.below(4) == 0) {
-      record_copy(random, builder, name, random.below(2) == 0 ? source : random_slice(random, builder.fake(name)), metadata[name].dtype);
+      record_copy(random, builder, name,
+                  random.below(2) == 0 ? source : random_slice(random, builder.fake(name)),
+                  metadata[name].dtype);
     }
   }
   if (random.below(4) == 0) builder.fill(builder.parameter("filled", "p", {4}));
@@ -152,15 +166,18 @@ Problem random_problem(std::uint64_t seed) {
     if (random.below(2) == 0) {
       hold_in_pieces(random, tables.metadata[name], name, problem.holdings);
     } else {
-      for (std::int64_t n = random.between(1, producers); n > 0; --n) hold(problem.holdings[random.below(producers)], name);
+      for (std::int64_t n = random.between(1, producers); n > 0; --n)
+        hold(problem.holdings[random.below(producers)], name);
     }
   }
   for (Holding& holding : problem.holdings) {
-    const bool nothing = holding.pieces.empty() && std::all_of(holding.whole.begin(), holding.whole.end(), [](auto byte) { return byte == 0; });
+    const bool nothing = holding.pieces.empty() && std::all_of(holding.whole.begin(), holding.whole.end(),
+                                                               [](auto byte) { return byte == 0; });
     if (nothing) hold(holding, 0);
   }
   tables.ownership = must(resolve_ownership(tables.metadata, problem.holdings));
-  for (std::uint32_t w = 0; w < workers; ++w) problem.recordings.push_back(random_recording(random, tables.metadata));
+  for (std::uint32_t w = 0; w < workers; ++w)
+    problem.recordings.push_back(random_recording(random, tables.metadata));
 
   const std::uint64_t limits[] = {0, 16, 40, 100, 1000};
   problem.options.max_chunk_bytes = limits[random.below(5)];
@@ -198,7 +215,8 @@ void check_chunks(const Problem& problem, const Recording& recording, const Work
     }
   }
   for (const Chunk& chunk : plan.chunks) {
-    ASSERT_TRUE(problem.options.max_chunk_bytes == 0 || chunk.bytes <= problem.options.max_chunk_bytes || chunk.keys.size() == 1);
+    ASSERT_TRUE(problem.options.max_chunk_bytes == 0 || chunk.bytes <= problem.options.max_chunk_bytes ||
+                chunk.keys.size() == 1);
     for (const ChunkKey& key : chunk.keys) {
       bytes += key.bytes;
       ASSERT_EQ(group_of[key.name], chunk.group);
@@ -231,7 +249,8 @@ void check_chunks(const Problem& problem, const Recording& recording, const Work
   for (const Chunk& chunk : plan.chunks) {  // nothing is taken from a group after its signal
     for (const Chunk& later : plan.chunks) {
       if (later.chunk_id <= chunk.chunk_id || later.keys.empty()) continue;
-      ASSERT_TRUE(std::find(chunk.signal_groups.begin(), chunk.signal_groups.end(), later.group) == chunk.signal_groups.end());
+      ASSERT_TRUE(std::find(chunk.signal_groups.begin(), chunk.signal_groups.end(), later.group) ==
+                  chunk.signal_groups.end());
     }
   }
   ASSERT_EQ(signalled, std::vector<int>(tables.group_lens.size(), 1));
@@ -306,7 +325,8 @@ RC_GTEST_PROP(PlanProperties, any_seed, (std::uint64_t seed)) {
   RC_ASSERT(!::testing::Test::HasFatalFailure());
 }
 
-// All ways to cut a 2-D tensor into at most two by two pieces, against all row or column shares of up to 3 workers.
+// All ways to cut a 2-D tensor into at most two by two pieces, against all row or column shares of up to 3
+// workers.
 TEST(PlanProperties, every_small_layout) {
   for (std::int64_t height = 1; height <= 4; ++height) {
     for (std::int64_t width = 1; width <= 4; ++width) {

@@ -14,7 +14,8 @@ std::vector<std::uint32_t> route_block(const std::vector<std::uint32_t>& owners,
   const std::uint64_t worker = consumer % workers;
   const std::uint64_t first = worker * producers / workers;
   const std::uint64_t end = producers >= workers ? (worker + 1) * producers / workers : first + 1;
-  return {owners.begin() + static_cast<std::ptrdiff_t>(first), owners.begin() + static_cast<std::ptrdiff_t>(end)};
+  return {owners.begin() + static_cast<std::ptrdiff_t>(first),
+          owners.begin() + static_cast<std::ptrdiff_t>(end)};
 }
 
 std::vector<std::uint32_t> greedy_cut(const std::vector<std::uint64_t>& bytes, std::uint32_t runs) {
