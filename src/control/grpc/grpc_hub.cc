@@ -52,12 +52,12 @@ class HubStream final : public FrameStream<grpc::ServerBidiReactor<v1::Frame, v1
   }
 
  private:
-  void end_side() override { finish_call(); }
-  void on_read_ended() override {  // the peer has said everything; what is queued for it still goes out
+  void end_side() SHARDPULL_REQUIRES(mutex_) override { finish_call(); }
+  void on_read_ended() SHARDPULL_REQUIRES(mutex_) override {  // the peer has said everything; what is queued for it still goes out
     ending_ = true;
     start_next();
   }
-  void on_write_failed() override { finish_call(); }
+  void on_write_failed() SHARDPULL_REQUIRES(mutex_) override { finish_call(); }
   void OnCancel() override {
     MutexLock lock(mutex_);
     drop_queue();

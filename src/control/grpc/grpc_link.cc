@@ -131,9 +131,9 @@ class LinkStream final : public FrameStream<grpc::ClientBidiReactor<v1::Frame, v
   }
 
  private:
-  void end_side() override { StartWritesDone(); }
-  void on_read_ended() override { drop_hold(); }
-  void on_write_failed() override {}  // the read side ends too, and OnDone says why
+  void end_side() SHARDPULL_REQUIRES(mutex_) override { StartWritesDone(); }
+  void on_read_ended() SHARDPULL_REQUIRES(mutex_) override { drop_hold(); }
+  void on_write_failed() SHARDPULL_REQUIRES(mutex_) override {}  // the read side ends too, and OnDone says why
   void OnDone(const grpc::Status& status) override {
     {
       MutexLock lock(mutex_);
