@@ -48,7 +48,8 @@ struct SyncReport {
   std::uint64_t wall_ns = 0;       // from the call of send_weights to the last commit
   std::vector<WorkerReport> workers;  // the sender's report only
   std::vector<RankReport> ranks;      // all ranks on the sender, itself elsewhere
-  std::vector<std::uint32_t> lost_consumers;
+  std::vector<std::uint32_t> lost_consumers;     // whose processes were lost in this sync
+  std::vector<std::uint32_t> dropped_consumers;  // their living mates, which left the sync with them
 };
 
 // Free text between the programs on top of a fleet, delivered in order per pair, at most 1 MiB.

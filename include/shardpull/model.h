@@ -1,8 +1,9 @@
 // Module, Parameter, Model: the inference worker's side of a bake and of an eager load.
 //
-// A Model is a tree of modules flattened to dotted names. Each module has parameters; each parameter has a shape, a dtype,
-// a loader and (once materialised) memory. `Model::load_weights` is the model's own mapping from checkpoint names to loaders:
-// it is run once over fakes (the bake) and may be run over real tensors (an eager load); it must not care which.
+// A Model is a tree of modules flattened to dotted names. Each module has parameters; each parameter has a
+// shape, a dtype, a loader and (once materialised) memory. `Model::load_weights` is the model's own mapping
+// from checkpoint names to loaders: it is run once over fakes (the bake) and may be run over real tensors (an
+// eager load); it must not care which.
 //
 // Thread-compatible: one thread at a time.
 #pragma once
@@ -29,9 +30,9 @@ class BakeSession;  // src/model/bake.cc
 class Model;
 class Module;
 
-// A strided window into one parameter (offset, shape, stride in elements of `dtype`, from the parameter's first element):
-// what loaders write into. Views are made by the same op names as on Tensor, with the same errors. A value; borrows the
-// Parameter.
+// A strided window into one parameter (offset, shape, stride in elements of `dtype`, from the parameter's
+// first element): what loaders write into. Views are made by the same op names as on Tensor, with the same
+// errors. A value; borrows the Parameter.
 class ParameterView {
  public:
   // The parameter that owns the storage: of an alias, the aliased one.
@@ -48,24 +49,30 @@ class ParameterView {
   Result<ParameterView> view(std::vector<std::int64_t> sizes) const;
   Result<ParameterView> view(DType dtype) const;
   Result<ParameterView> index(std::vector<IndexItem> items) const;  // param.data[region]
-  // Any window of the same dtype, offset from the parameter's first element. Bounds and overlap are checked by the sink.
+  // Any window of the same dtype, offset from the parameter's first element. Bounds and overlap are checked
+  // by the sink.
   Result<ParameterView> as_strided(std::int64_t offset, std::vector<std::int64_t> shape,
                                    std::vector<std::int64_t> stride) const;
 
-  // The sink. Shapes must be equal once leading 1s of the destination are dropped; no broadcasting. When `source` is fake
-  // the copy is recorded, when it is real the bytes move at once. Another dtype than the source's is converted with
-  // PyTorch's rounding. Refused before anything is recorded or written: a region outside the parameter, one that overlaps
-  // itself, other shapes (both are named), a conversion the copy kernels lack, a real tensor while the model bakes, a real
-  // tensor for a parameter without memory.
+  // The sink. Shapes must be equal once leading 1s of the destination are dropped; no broadcasting. When
+  // `source` is fake the copy is recorded, when it is real the bytes move at once. Another dtype than the
+  // source's is converted with PyTorch's rounding. Refused before anything is recorded or written: a region
+  // outside the parameter, one that overlaps itself, other shapes (both are named), a conversion the copy
+  // kernels lack, a real tensor while the model bakes, a real tensor for a parameter without memory.
   Status copy_(const Tensor& source) const;
-  // Fills the window with zero bytes. Recorded (as a region that takes no source) while the model bakes, immediate otherwise.
+  // Fills the window with zero bytes. Recorded (as a region that takes no source) while the model bakes,
+  // immediate otherwise.
   Status zero_() const;
 
  private:
   friend class Parameter;
-  ParameterView(Parameter* parameter, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> stride,
-                std::int64_t offset)
-      : parameter_(parameter), dtype_(dtype), shape_(std::move(shape)), stride_(std::move(stride)), offset_(offset) {}
+  ParameterView(Parameter* parameter, DType dtype, std::vector<std::int64_t> shape,
+                std::vector<std::int64_t> stride, std::int64_t offset)
+      : parameter_(parameter),
+        dtype_(dtype),
+        shape_(std::move(shape)),
+        stride_(std::move(stride)),
+        offset_(offset) {}
   template <typename Operation>
   Result<ParameterView> derived(const char* name, const Operation& operation) const;
   Status check_region() const;
@@ -76,11 +83,12 @@ class ParameterView {
   std::int64_t offset_;
 };
 
-// Loads one checkpoint tensor into a parameter. `shard` says which fused part the tensor is ("q", "0", "" when unfused).
+// Loads one checkpoint tensor into a parameter. `shard` says which fused part the tensor is ("q", "0", ""
+// when unfused).
 using Loader = std::function<Status(Parameter&, const Tensor& loaded, const std::string& shard)>;
 
-// Runs after a module's last scatter: reads the module's parameters, writes derived bytes to `outputs` (module-owned kernel
-// storage by index; staged apply may aim it at a shadow). On the post-process thread.
+// Runs after a module's last scatter: reads the module's parameters, writes derived bytes to `outputs`
+// (module-owned kernel storage by index; staged apply may aim it at a shadow). On the post-process thread.
 using PostProcess = std::function<Status(Module&, const std::vector<std::byte*>& outputs)>;
 
 class Parameter {
@@ -95,31 +103,32 @@ class Parameter {
   const std::vector<std::int64_t>& shape() const { return shape_; }
   const std::vector<std::int64_t>& stride() const { return stride_; }  // in elements
   std::int64_t numel() const;
-  std::uint64_t storage_bytes() const;               // bytes from the first to past the last addressable element
-  const Loader& loader() const { return loader_; }   // null: the default loader (whole copy_)
-  // Calls the loader, or the default one. While it runs, copies into this parameter's storage count as this parameter's;
-  // calls nest. A copy made outside any load() is unattributed and keeps its module from baking.
+  std::uint64_t storage_bytes() const;  // bytes from the first to past the last addressable element
+  const Loader& loader() const { return loader_; }  // null: the default loader (whole copy_)
+  // Calls the loader, or the default one. While it runs, copies into this parameter's storage count as this
+  // parameter's; calls nest. A copy made outside any load() is unattributed and keeps its module from baking.
   Status load(const Tensor& loaded, const std::string& shard = "");
 
   // The whole parameter as a destination.
   ParameterView data();
 
-  // True when no source needs to feed it: a buffer. It is left alone then, and counts for nothing; once something writes
-  // into it, it must be covered like any other.
+  // True when no source needs to feed it: a buffer. It is left alone then, and counts for nothing; once
+  // something writes into it, it must be covered like any other.
   bool optional() const { return optional_; }
   // The parameter whose storage this one is another view of; itself when it owns its storage.
   Parameter& storage() { return storage_ == nullptr ? *this : *storage_; }
   const Parameter& storage() const { return storage_ == nullptr ? *this : *storage_; }
   bool is_alias() const { return storage_ != nullptr; }
 
-  // Memory. Null until Model::materialise or bind gave it some, and while the model bakes. Owned by the model unless bound.
+  // Memory. Null until Model::materialise or bind gave it some, and while the model bakes. Owned by the model
+  // unless bound.
   std::byte* memory() const;
-  // Points the parameter at `memory`, borrowed for the model's life or until the next bind; null unbinds. Refused: fewer
-  // than storage_bytes() bytes, an alias, while the model bakes.
+  // Points the parameter at `memory`, borrowed for the model's life or until the next bind; null unbinds.
+  // Refused: fewer than storage_bytes() bytes, an alias, while the model bakes.
   Status bind(std::byte* memory, std::uint64_t bytes);
 
-  // Regions that no source feeds and that are never "missing" (vocabulary rows up to a multiple of 64). Filled with zero
-  // bytes on every sync and on every eager load: the documented padding policy.
+  // Regions that no source feeds and that are never "missing" (vocabulary rows up to a multiple of 64).
+  // Filled with zero bytes on every sync and on every eager load: the documented padding policy.
   const std::vector<Region>& padding() const { return padding_; }
 
  private:
@@ -141,25 +150,27 @@ class Parameter {
 
 class Module {
  public:
-  const std::string& name() const { return name_; }    // dotted, "" for the root
-  const std::string& type() const { return type_; }    // "QKVParallelLinear"
-  std::uint32_t index() const { return index_; }       // position in Model::modules()
+  const std::string& name() const { return name_; }  // dotted, "" for the root
+  const std::string& type() const { return type_; }  // "QKVParallelLinear"
+  std::uint32_t index() const { return index_; }     // position in Model::modules()
   Model& model() const { return *model_; }
   // Those that own storage, in the order they were added.
   const std::vector<std::unique_ptr<Parameter>>& parameters() const { return parameters_; }
-  Parameter* find(std::string_view parameter) const;   // aliases too; null when absent
+  Parameter* find(std::string_view parameter) const;  // aliases too; null when absent
 
-  // Adds a parameter that some source must feed. Contiguous. `loader` null = default loader. Refused: a duplicate name, a
-  // bad shape, while the model bakes or after it was materialised.
-  Result<Parameter*> add_parameter(std::string name, DType dtype, std::vector<std::int64_t> shape, Loader loader = nullptr);
+  // Adds a parameter that some source must feed. Contiguous. `loader` null = default loader. Refused: a
+  // duplicate name, a bad shape, while the model bakes or after it was materialised.
+  Result<Parameter*> add_parameter(std::string name, DType dtype, std::vector<std::int64_t> shape,
+                                   Loader loader = nullptr);
   // The same with strides in elements; the gaps between its elements are never written.
   Result<Parameter*> add_strided_parameter(std::string name, DType dtype, std::vector<std::int64_t> shape,
                                            std::vector<std::int64_t> stride, Loader loader = nullptr);
-  // Adds an optional parameter (a buffer). `initial` are its bytes when the model is materialised; empty: the fill.
+  // Adds an optional parameter (a buffer). `initial` are its bytes when the model is materialised; empty: the
+  // fill.
   Result<Parameter*> add_buffer(std::string name, DType dtype, std::vector<std::int64_t> shape,
                                 std::vector<std::byte> initial = {}, Loader loader = nullptr);
-  // Adds another name and shape for the storage of `target` (contiguous, of any module of the same model). It is written
-  // once, wherever it is reached from, and covered with its target.
+  // Adds another name and shape for the storage of `target` (contiguous, of any module of the same model). It
+  // is written once, wherever it is reached from, and covered with its target.
   Result<Parameter*> add_alias(std::string name, Parameter& target, std::vector<std::int64_t> shape);
   // Declares rows [first, end) of dim 0 as padding.
   Status declare_padding_rows(std::string_view parameter, std::int64_t first, std::int64_t end);
@@ -169,8 +180,8 @@ class Module {
  private:
   friend class Model;
   Module() = default;
-  Result<Parameter*> add(std::string name, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> stride,
-                         Loader loader);
+  Result<Parameter*> add(std::string name, DType dtype, std::vector<std::int64_t> shape,
+                         std::vector<std::int64_t> stride, Loader loader);
 
   Model* model_ = nullptr;
   std::string name_, type_;
@@ -193,10 +204,12 @@ class Model {
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
 
-  // The model's own mapping from checkpoint tensors to loaders. A name the worker does not keep (another pipeline stage, a
-  // tied head) is skipped; a name the model cannot explain is an error naming it. May be given a part of the names.
+  // The model's own mapping from checkpoint tensors to loaders. A name the worker does not keep (another
+  // pipeline stage, a tied head) is skipped; a name the model cannot explain is an error naming it. May be
+  // given a part of the names.
   virtual Status load_weights(const std::vector<NamedTensor>& weights) = 0;
-  // Why a name that fed nothing is legal here: "other stage", "tied head", "unused buffer" ...; empty = cannot be explained.
+  // Why a name that fed nothing is legal here: "other stage", "tied head", "unused buffer" ...; empty =
+  // cannot be explained.
   virtual std::string explain_unused(std::string_view checkpoint_name) const {
     (void)checkpoint_name;
     return {};
@@ -209,15 +222,15 @@ class Model {
 
   // Adds a module. Refused: a name that exists already, while the model bakes or after it was materialised.
   Result<Module*> add_module(std::string name, std::string type);
-  // Makes `alias` another path of an existing module (tied embeddings share the module): find_module finds it, a bake counts
-  // it once. Refused: a name that exists already.
+  // Makes `alias` another path of an existing module (tied embeddings share the module): find_module finds
+  // it, a bake counts it once. Refused: a name that exists already.
   Status add_module_alias(std::string alias, Module& target);
   const std::vector<std::unique_ptr<Module>>& modules() const { return modules_; }
   Module* find_module(std::string_view name) const;  // null when absent
 
-  // Gives every parameter memory: one allocation a parameter, filled with `fill` (buffers with their initial bytes), with
-  // `guard_bytes` of the same fill before and after. Called again it is a no-op. RESOURCE_EXHAUSTED naming the parameter
-  // when there is no memory; nothing is materialised then.
+  // Gives every parameter memory: one allocation a parameter, filled with `fill` (buffers with their initial
+  // bytes), with `guard_bytes` of the same fill before and after. Called again it is a no-op.
+  // RESOURCE_EXHAUSTED naming the parameter when there is no memory; nothing is materialised then.
   Status materialise(std::byte fill = std::byte{0}, std::uint64_t guard_bytes = 0);
   // First guard byte that is not `fill` any more, as an error naming parameter and offset; OK when intact.
   Status check_guards() const;

@@ -15,7 +15,5 @@ inline constexpr std::uint64_t kMaxOpArguments = 64;                     // inte
 inline constexpr std::uint64_t kMaxOutputsPerOp = 1 << 20;               // tensors returned by one chunk, split or unbind
 inline constexpr std::uint32_t kMaxRanks = 65'536;                       // trainer ranks, or inference workers, of a fleet
 inline constexpr std::uint32_t kMaxRingDepth = 1'024;                    // K
-inline constexpr std::uint64_t kMaxMessageBytes = 1ull << 30;            // one control message
-inline constexpr std::uint64_t kKeyAlignment = 16;                       // each key of a packed chunk starts on a multiple
 
 }  // namespace shardpull

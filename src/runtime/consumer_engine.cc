@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "base/encoder.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
@@ -157,8 +158,7 @@ Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
     slice = key.slice;
     layout = SourceLayout::contiguous(tables_->metadata[key.name].dtype, product(source_shape(*tables_, key.name, key.piece)));
   }
-  auto program = compile_copy(slice, layout, key.wire_dtype, destination, scatter.destination.dtype,
-                              lands_raw(scatter.destination));
+  auto program = compile_copy(slice, layout, key.wire_dtype, destination, scatter.destination.dtype);
   if (!program.ok()) {
     return program.status().with_context(fmt::format("copying {} into {}", tables_->metadata[key.name].name,
                                                      parameters_[copy.parameter]->full_name()));
@@ -167,16 +167,15 @@ Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
   return copy;
 }
 
-bool ConsumerEngine::lands_raw(const Destination& destination) const {
-  return recording_.parameters[destination.parameter].dtype != destination.dtype;
-}
-
 Status ConsumerEngine::connect(std::int64_t timeout_ns) {
   for (const ProducerPlan& producer : plan_->producers) {
     auto endpoint = progress_.transport().connect(tables_->producers[producer.producer], timeout_ns);
     if (!endpoint.ok()) return endpoint.status().with_context(fmt::format("connecting to trainer {}", producer.producer));
     endpoints_[*endpoint] = Endpoint{producer.producer};
-    SHARDPULL_RETURN_IF_ERROR(progress_.transport().send(*endpoint, header(HotType::kHello, 0), nullptr, 0));
+    ByteWriter hello;
+    hello.u32(kSliceFormatVersion);
+    SHARDPULL_RETURN_IF_ERROR(
+        progress_.transport().send(*endpoint, header(HotType::kHello, 0), hello.bytes().data(), hello.size()));
   }
   return {};
 }
@@ -246,6 +245,10 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
   };
   switch (header.type) {
     case HotType::kHelloReply:
+      if (header.length != 0) {  // refused, and why
+        reject(decode_status(payload, header.length));
+        return true;
+      }
       if (!endpoint.greeted) {
         endpoint.greeted = true;
         ++greeted_;
@@ -416,6 +419,7 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
   // One source per (run, entry): the first element of the tensor (or piece), mapped.
   struct Source {
     Transport::Mapping mapping;
+    std::uint64_t bytes = 0;
     std::vector<std::int64_t> stride;
   };
   auto sources = std::make_shared<std::vector<std::vector<Source>>>();
@@ -447,7 +451,7 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
         wrong = mapping.status().with_context(fmt::format("mapping {} of trainer {}", meta.name, producer));
         break;
       }
-      run_sources.push_back({*mapping, entries[e].stride});
+      run_sources.push_back({*mapping, entries[e].where.bytes, entries[e].stride});
     }
   }
   if (!wrong.ok()) {
@@ -473,9 +477,16 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
       const PlannedScatter& scatter = chunk.scatters[static_cast<std::size_t>(&copy - prepared.copies.data())];
       SourceLayout layout{tables_->metadata[key.name].dtype, source_shape(*tables_, key.name, key.piece), source.stride};
       auto program = compile_copy(key.slice, layout, key.wire_dtype, destination_region(scatter.destination),
-                                  scatter.destination.dtype, lands_raw(scatter.destination));
+                                  scatter.destination.dtype);
       if (!program.ok()) {
         status = program.status();
+        break;
+      }
+      if (static_cast<std::uint64_t>(program->src_end) > source.bytes) {
+        status = Status(StatusCode::kDataLoss,
+                        fmt::format("the strides of {} leave the {} bytes it was published with",
+                                    tables_->metadata[key.name].name, source.bytes),
+                        {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .tensor = tables_->metadata[key.name].name});
         break;
       }
       run(*program, source.mapping.data, memory);

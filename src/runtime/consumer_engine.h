@@ -107,8 +107,6 @@ class ConsumerEngine {
   Status prepare_chunk(const Chunk& chunk, PreparedChunk& prepared);
   Result<PreparedCopy> prepare_copy(const Chunk& chunk, const PlannedScatter& scatter,
                                     const std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>>& entries);
-  // Written through a view of another dtype: the destination counts bytes.
-  bool lands_raw(const Destination& destination) const;
   void perform(ConsumerActions& actions);
   void perform(const consumer_action::SendPull& action);
   void perform(const consumer_action::StartTransfer& action);

@@ -5,6 +5,8 @@
 
 #include <fmt/format.h>
 
+#include "base/checked.h"
+#include "base/encoder.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
@@ -31,6 +33,15 @@ void ProducerServer::add_memory(std::shared_ptr<ExportedMemory> memory) {
     if (endpoint.consumer) progress_.transport().grant(id, memory).ignore();  // a broken endpoint reports on_closed
   }
   memory_.push_back(std::move(memory));
+}
+
+std::vector<std::shared_ptr<ExportedMemory>> ProducerServer::live_memory() {
+  std::vector<std::shared_ptr<ExportedMemory>> live;
+  std::erase_if(memory_, [&](const std::weak_ptr<ExportedMemory>& each) {
+    if (auto memory = each.lock()) live.push_back(std::move(memory));
+    return each.expired();
+  });
+  return live;
 }
 
 void ProducerServer::start(std::shared_ptr<const InitTables> tables, std::int64_t stall_timeout_ns,
@@ -95,10 +106,8 @@ void ProducerServer::reserve(std::uint32_t consumer, Incarnation incarnation, st
     return;
   }
   auto pulls = decode_pulls(encoded.data(), encoded.size());
-  Status status = pulls.status();
-  if (status.ok()) status = check_pulls(*pulls, *tables_, rank_);
-  if (!status.ok()) {
-    hooks_.reserve_reply(consumer, status);
+  if (!pulls.ok()) {
+    hooks_.reserve_reply(consumer, pulls.status());
     return;
   }
   programs_.clear();  // compiled again at the next pack; descriptions of a replaced worker do not pile up
@@ -150,13 +159,33 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
   }
   if (header.type == HotType::kHello) {
     endpoint = {header.consumer, header.incarnation};
-    for (const auto& memory : memory_) progress_.transport().grant(id, memory).ignore();
+    Status refused;
+    ByteReader reader({payload, header.length}, "hello");
+    std::uint32_t slice_format = 0;
+    if (reader.u32(slice_format).ok() && slice_format != kSliceFormatVersion) {
+      refused = Status(StatusCode::kFailedPrecondition,
+                       fmt::format("slice format versions differ: worker {} has {}, trainer {} has {}", header.consumer,
+                                   slice_format, rank_, kSliceFormatVersion),
+                       {.reason = Reason::kVersionMismatch, .fault = Fault::kPeer});
+    } else if (!reader.end().ok() || header.length == 0) {
+      refused = Status(StatusCode::kInvalidArgument, fmt::format("worker {} sent a malformed hello", header.consumer),
+                       {.reason = Reason::kVersionMismatch, .fault = Fault::kPeer});
+    }
+    if (refused.ok()) {
+      for (const auto& memory : live_memory()) progress_.transport().grant(id, memory).ignore();
+      // The ring of its sharing group may exist already: its mates reserved before it, or it is a restarted worker.
+      if (tables_ != nullptr) {
+        const auto ring = rings_.find(header.consumer % tables_->workers_per_replica);
+        if (ring != rings_.end()) progress_.transport().grant(id, ring->second.memory).ignore();
+      }
+    }
+    const std::vector<std::byte> why = refused.ok() ? std::vector<std::byte>() : encode(refused);
     HotHeader answer;
     answer.type = HotType::kHelloReply;
     answer.token = token_;
     answer.incarnation = incarnation_;
     answer.consumer = header.consumer;
-    progress_.transport().send(id, answer, nullptr, 0).ignore();
+    progress_.transport().send(id, answer, why.data(), why.size()).ignore();
     return;
   }
   if (!endpoint.consumer || *endpoint.consumer != header.consumer || endpoint.incarnation != header.incarnation) {
@@ -203,9 +232,14 @@ EndpointId ProducerServer::endpoint_of(std::uint32_t consumer, Incarnation incar
 
 void ProducerServer::perform(producer_action::AllocateRing& action) {
   const std::uint32_t sharing_group = action.sharing_group;
-  const std::uint64_t bytes = action.slot_bytes * action.slots;
+  const auto product = checked_mul(action.slot_bytes, std::uint64_t{action.slots});
+  const std::uint64_t bytes = product.value_or(0);
   Status status;
-  if (bytes != 0) {
+  if (!product) {
+    status = Status(StatusCode::kInvalidArgument,
+                    fmt::format("a serve ring of {} slots of {} bytes does not fit an address space", action.slots, action.slot_bytes),
+                    {.reason = Reason::kLimit, .fault = Fault::kPeer});
+  } else if (bytes != 0) {
     auto memory = progress_.transport().allocate(bytes, "serve ring");
     if (memory.ok()) {
       Ring& ring = rings_[sharing_group];

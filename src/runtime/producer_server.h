@@ -42,7 +42,7 @@ class ProducerServer {
   ProducerServer(ProgressThread& progress, std::uint32_t rank, FleetToken token, Incarnation incarnation, ProducerHooks hooks);
   ~ProducerServer();
 
-  // Memory consumers may map: granted to every endpoint, present and future.
+  // Memory consumers may map: granted to every endpoint, present and future, as long as somebody owns it.
   void add_memory(std::shared_ptr<ExportedMemory> memory);
   // The fleet's tables are known: pulls can be served from now on.
   void start(std::shared_ptr<const InitTables> tables, std::int64_t stall_timeout_ns, bool fail_on_consumer_loss);
@@ -97,6 +97,7 @@ class ProducerServer {
   void perform(producer_action::SyncEnded& action);
   void perform(producer_action::SyncFailed& action);
   void perform(producer_action::SyncQuiet& action);
+  std::vector<std::shared_ptr<ExportedMemory>> live_memory();
   // The endpoint of one life of a worker; 0 when it has none.
   EndpointId endpoint_of(std::uint32_t consumer, Incarnation incarnation) const;
   void reply(HotType type, Incarnation to, const PullId& pull, const std::vector<std::byte>& payload);
@@ -111,7 +112,7 @@ class ProducerServer {
   const ProducerHooks hooks_;
   std::shared_ptr<const InitTables> tables_;
   std::unique_ptr<ProducerMachine> machine_;
-  std::vector<std::shared_ptr<ExportedMemory>> memory_;
+  std::vector<std::weak_ptr<ExportedMemory>> memory_;
   std::map<EndpointId, Endpoint> endpoints_;
   std::map<std::uint32_t, Ring> rings_;                                        // by sharing group
   std::map<std::pair<std::uint32_t, std::uint32_t>, const std::byte*> data_;  // (name, piece) of published, unfreed groups

@@ -7,8 +7,13 @@
 namespace shardpull {
 
 ProgressThread::ProgressThread(std::unique_ptr<Transport> transport, TransportSink& sink, Task on_tick,
-                               std::int64_t tick_ns, const Clock& clock)
-    : transport_(std::move(transport)), sink_(sink), on_tick_(std::move(on_tick)), tick_ns_(tick_ns), clock_(clock) {}
+                               std::function<void(const Status&)> on_broken, std::int64_t tick_ns, const Clock& clock)
+    : transport_(std::move(transport)),
+      sink_(sink),
+      on_tick_(std::move(on_tick)),
+      on_broken_(std::move(on_broken)),
+      tick_ns_(tick_ns),
+      clock_(clock) {}
 
 ProgressThread::~ProgressThread() { stop(); }
 
@@ -92,6 +97,7 @@ void ProgressThread::loop() {
     if (!status.ok()) {
       // Not recoverable: nothing would be served any more. Waiters of run() learn it when their task is destroyed.
       log_error("the transport stopped: {}", status.to_string());
+      on_broken_(status.with_context("the transport stopped"));
       std::vector<Task> dropped;
       MutexLock lock(mutex_);
       stopping_ = true;

@@ -21,9 +21,9 @@ class ProgressThread {
   using Task = std::function<void()>;
 
   // `sink` receives the transport's callbacks and `on_tick` is called about every `tick_ns`, both on the thread, from
-  // start() until stop() has returned.
-  ProgressThread(std::unique_ptr<Transport> transport, TransportSink& sink, Task on_tick, std::int64_t tick_ns,
-                 const Clock& clock);
+  // start() until stop() has returned. `on_broken` is called once, on the thread, as its last act, if the transport breaks.
+  ProgressThread(std::unique_ptr<Transport> transport, TransportSink& sink, Task on_tick,
+                 std::function<void(const Status&)> on_broken, std::int64_t tick_ns, const Clock& clock);
   ~ProgressThread();  // stop()
 
   void start();
@@ -44,6 +44,7 @@ class ProgressThread {
   std::unique_ptr<Transport> transport_;
   TransportSink& sink_;
   Task on_tick_;
+  std::function<void(const Status&)> on_broken_;
   const std::int64_t tick_ns_;
   const Clock& clock_;
   Mutex mutex_;

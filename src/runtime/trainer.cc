@@ -58,6 +58,9 @@ Status check_options(const TrainerOptions& options) {
   return {};
 }
 
+// A wait that only its event or the fleet's end finishes.
+constexpr std::uint64_t kNoLimit = UINT64_MAX;
+
 // The settings every rank must share; compared byte for byte in the collective, described for the error message.
 std::string shared_settings(const TrainerOptions& options) {
   return fmt::format(
@@ -119,6 +122,8 @@ struct Trainer::Impl final : TransportSink {
   Status wait_for_workers();
   Result<SyncReport> send_weights(std::uint64_t version);
   Status wait_for_open(std::uint64_t version, SyncOpen& open);
+  // The ready workers whose whole replica is ready, ascending: the live set. On the progress thread.
+  std::vector<std::uint32_t> whole_replicas() const;
   Status gather_loop(const SyncOpen& open);
   Status take_group(GroupStream& stream, std::uint32_t group);
   Status check_group(const GroupTensors& tensors, std::uint32_t group) const;
@@ -205,7 +210,7 @@ struct Trainer::Impl final : TransportSink {
   // The caller's thread, during send_weights.
   std::map<std::uint32_t, std::uint64_t> resident;  // group -> bytes
   std::uint64_t resident_bytes = 0, peak_resident_bytes = 0, export_ns = 0, export_bytes = 0;
-  std::vector<std::shared_ptr<ExportedMemory>> allocations SHARDPULL_GUARDED_BY(mutex);
+  std::vector<std::weak_ptr<ExportedMemory>> allocations SHARDPULL_GUARDED_BY(mutex);
   bool initialised = false, stopped = false;
 };
 
@@ -220,7 +225,8 @@ Status Trainer::Impl::start() {
                                                  .incarnation = incarnation,
                                                  .self_name = fmt::format("trainer-{}", options.rank)}));
   SHARDPULL_ASSIGN_OR_RETURN(hot_address, transport->listen());
-  progress = std::make_unique<ProgressThread>(std::move(transport), *this, [this] { on_tick(); }, tick_ns(options.fleet), clock);
+  progress = std::make_unique<ProgressThread>(std::move(transport), *this, [this] { on_tick(); },
+                                              [this](const Status& why) { end(why); }, tick_ns(options.fleet), clock);
 
   ProducerHooks hooks;
   hooks.reserve_reply = [this](std::uint32_t consumer, const Status& status) {
@@ -259,6 +265,7 @@ Status Trainer::Impl::start() {
           },
           .up = [this](const Member& member, Incarnation from_incarnation) {
             if (member.role == Role::kWorker) server->consumer_up(member.id, from_incarnation);
+            if (sync) sync->member_up(member);
           },
           .lost = [this](const Member& member, const Status& why) { on_lost(member, why); }});
   progress->start();
@@ -316,7 +323,8 @@ Status Trainer::Impl::describe(WeightSource& given) {
 
 Status Trainer::Impl::wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms,
                                const std::function<std::string()>& what) {
-  const std::int64_t deadline = clock.now_ns() + static_cast<std::int64_t>(timeout_ms) * kNanosPerMilli;
+  const std::int64_t deadline =
+      timeout_ms == kNoLimit ? INT64_MAX : clock.now_ns() + static_cast<std::int64_t>(timeout_ms) * kNanosPerMilli;
   MutexLock lock(mutex);
   while (!ready()) {
     if (ended) {
@@ -330,7 +338,7 @@ Status Trainer::Impl::wait_for(const std::function<bool()>& ready, std::uint64_t
                     fmt::format("trainer {} waited {} ms for {}", options.rank, timeout_ms, what()),
                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
     }
-    wake.wait_for_ns(mutex, left);
+    wake.wait_for_ns(mutex, std::min(left, kNanosPerSecond));
   }
   return {};
 }
@@ -660,12 +668,23 @@ void Trainer::Impl::perform(const SenderAction& action) {
     send({Role::kTrainer, close->rank}, SyncClosed{sync_id, close->status});
   } else if (const auto* done = std::get_if<sender_action::SyncDone>(&action)) {
     report.lost_consumers = done->lost_consumers;
+    report.dropped_consumers = done->dropped_consumers;
   }
 }
 
 // ---- send_weights, on the caller's thread -----------------------------------------------------------------------------------
 
 void Trainer::Impl::on_progress(const std::function<void()>& event) { progress->run(event); }
+
+std::vector<std::uint32_t> Trainer::Impl::whole_replicas() const {
+  const std::uint32_t per_replica = options.num_consumers / options.num_replicas;
+  std::vector<std::uint32_t> whole;
+  for (std::uint32_t first = 0; first < options.num_consumers; first += per_replica) {
+    const auto from = ready_workers.lower_bound(first), to = ready_workers.lower_bound(first + per_replica);
+    if (std::distance(from, to) == static_cast<std::ptrdiff_t>(per_replica)) whole.insert(whole.end(), from, to);
+  }
+  return whole;
+}
 
 Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
   SHARDPULL_RETURN_IF_ERROR(wait_for([this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, options.fleet.stall_timeout_ms, [&] {
@@ -674,6 +693,9 @@ Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
   MutexLock lock(mutex);
   open = std::move(*opened);
   opened.reset();
+  // A sync that failed before this rank came to it has been closed already; its verdict is kept.
+  if (closed && closed->sync_id != open.sync_id) closed.reset();
+  if (closed) return closed->status.ok() ? Status(StatusCode::kInternal, "a sync was closed before this rank ended") : closed->status;
   return {};
 }
 
@@ -686,12 +708,11 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
   {
     MutexLock lock(mutex);
     work.clear();
-    closed.reset();
   }
   Status status;
   if (sender) {
     on_progress([&] {
-      live.assign(ready_workers.begin(), ready_workers.end());
+      live = whole_replicas();
       report = {};
       report.sync_id = ++last_sync_id;
       report.version = version;
@@ -715,9 +736,9 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
 
   RankReport mine{options.rank, export_ns, export_bytes, peak_resident_bytes};
   send(kSender, RankEnded{open.sync_id, status, mine.export_ns, mine.export_bytes, mine.peak_resident_bytes});
-  // The sender bounds every step of the sync; this wait ends with its verdict, or with its loss.
+  // No limit of its own: the other ranks may take long. The sender bounds every step of the sync and its loss ends the fleet.
   const Status verdict = wait_for(
-      [&]() SHARDPULL_REQUIRES(mutex) { return closed.has_value() && closed->sync_id == open.sync_id; }, 2 * options.fleet.stall_timeout_ms,
+      [&]() SHARDPULL_REQUIRES(mutex) { return closed.has_value() && closed->sync_id == open.sync_id; }, kNoLimit,
       [&] { return fmt::format("trainer 0 to close sync {}", open.sync_id); });
   on_progress([&] { running_sync = 0; });
   SHARDPULL_RETURN_IF_ERROR(verdict);
@@ -879,7 +900,10 @@ Result<std::vector<ServedTensor>> Trainer::Impl::place(const GroupTensors& tenso
   std::vector<std::shared_ptr<ExportedMemory>> known;
   {
     MutexLock lock(mutex);
-    known = allocations;
+    std::erase_if(allocations, [&](const std::weak_ptr<ExportedMemory>& each) {
+      if (auto memory = each.lock()) known.push_back(std::move(memory));
+      return each.expired();
+    });
   }
   std::vector<ServedTensor> served;
   for (const NamedView& entry : tensors.tensors) {
@@ -896,7 +920,20 @@ Result<std::vector<ServedTensor>> Trainer::Impl::place(const GroupTensors& tenso
       served.push_back(std::move(tensor));
       continue;
     }
-    if (view.storage_bytes <= options.export_pack_limit_bytes) {
+    std::uint64_t extent = bytes;
+    if (!contiguous) {
+      std::int64_t last = 0;
+      for (std::size_t d = 0; d < view.shape.size(); ++d) last += (view.shape[d] - 1) * view.stride[d];
+      SHARDPULL_ASSIGN_OR_RETURN(extent, bytes_of(view.dtype, last + 1));
+    }
+    const auto home = std::find_if(known.begin(), known.end(), [&](const auto& memory) {
+      return view.data >= memory->ref().address && view.data + extent <= memory->ref().address + memory->ref().bytes;
+    });
+    // Small is judged by the storage. A tensor that plans take for small but whose storage is large and cannot be mapped is
+    // packed too: its plan may be to map it.
+    const bool small = bytes <= options.export_pack_limit_bytes &&
+                       (view.storage_bytes <= options.export_pack_limit_bytes || home == known.end());
+    if (small) {
       if (buffer == nullptr) {
         SHARDPULL_ASSIGN_OR_RETURN(buffer, exports.take(group));
       }
@@ -915,16 +952,7 @@ Result<std::vector<ServedTensor>> Trainer::Impl::place(const GroupTensors& tenso
       served.push_back(std::move(tensor));
       continue;
     }
-    std::uint64_t extent = bytes;
-    if (!contiguous) {
-      std::int64_t last = 0;
-      for (std::size_t d = 0; d < view.shape.size(); ++d) last += (view.shape[d] - 1) * view.stride[d];
-      SHARDPULL_ASSIGN_OR_RETURN(extent, bytes_of(view.dtype, last + 1));
-      tensor.view.location.stride = view.stride;
-    }
-    const auto home = std::find_if(known.begin(), known.end(), [&](const auto& memory) {
-      return view.data >= memory->ref().address && view.data + extent <= memory->ref().address + memory->ref().bytes;
-    });
+    if (!contiguous) tensor.view.location.stride = view.stride;
     if (home != known.end()) {
       const MemoryRef& ref = (*home)->ref();
       tensor.view.location.where = {ref.region, ref.generation, static_cast<std::uint64_t>(view.data - ref.address), extent};
@@ -977,6 +1005,10 @@ Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
     // Told first: a group nobody waits for is freed within publish_group.
     drive_trainer([&](TrainerActions& out) { trainer->published(group, out); });
     status = server->publish_group(group, std::move(served));
+    if (!status.ok()) {
+      MutexLock lock(mutex);
+      work.clear();  // what publishing asked for next: the sync is about to fail
+    }
   });
   return status;
 }

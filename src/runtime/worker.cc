@@ -124,7 +124,8 @@ Status Worker::Impl::start() {
                                                  .token = options.fleet.token,
                                                  .incarnation = incarnation,
                                                  .self_name = fmt::format("worker-{}", options.consumer)}));
-  progress = std::make_unique<ProgressThread>(std::move(transport), *this, [this] { on_tick(); }, tick_ns(options.fleet), clock);
+  progress = std::make_unique<ProgressThread>(std::move(transport), *this, [this] { on_tick(); },
+                                              [this](const Status& why) { end(why); }, tick_ns(options.fleet), clock);
   relay = std::make_unique<ControlRelay>(
       *progress, ControlRelay::Handlers{
                      .message = [this](const Member& from, Incarnation, ControlBody body) { on_control(from, std::move(body)); },
@@ -211,7 +212,7 @@ Status Worker::Impl::reserve() {
 
   for (const ProducerPlan& producer : plan->producers) {
     Reserve message;
-    message.slot_bytes = producer.serve_slot_bytes;
+    message.slot_bytes = producer.serve_slot_bytes == 0 ? 0 : std::max(producer.serve_slot_bytes, tables->presize);
     message.ring_depth = plan->ring_depth;
     message.num_consumers = tables->num_consumers;
     message.workers_per_replica = tables->workers_per_replica;
@@ -282,7 +283,12 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
     const Status status = engine->finish_update(message->sync_id);
     if (!status.ok()) send(kSender, Finished{message->sync_id, status});
   } else if (auto* message = std::get_if<SyncFailed>(&body)) {
-    engine->fail(message->sync_id, message->status);
+    if (deferred && deferred->sync_id == message->sync_id) {  // it never started here
+      deferred.reset();
+      send(kSender, Prepared{.sync_id = message->sync_id, .status = message->status});
+    } else {
+      engine->fail(message->sync_id, message->status);
+    }
   } else if (auto* message = std::get_if<FreeAck>(&body)) {
     engine->signals_acked(from.id, message->sync_id, message->groups);
   } else {

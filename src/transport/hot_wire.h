@@ -23,8 +23,8 @@ inline constexpr std::uint32_t kHotMagic = 0x4C555053;        // "SPUL" in memor
 inline constexpr std::uint32_t kMaxHotPayloadBytes = 16u << 20;
 
 enum class HotType : std::uint8_t {
-  kHello = 1,       // consumer -> producer, first message of an endpoint; payload: the wire and slice-format versions
-  kHelloReply = 2,  // producer -> consumer
+  kHello = 1,       // consumer -> producer, first message of an endpoint; payload: u32 slice-format version
+  kHelloReply = 2,  // producer -> consumer; payload: none, or the error that refuses it
   kPull = 3,        // consumer -> producer
   kReady = 4,       // producer -> consumer; payload: where the bytes are (ReadyPayload)
   kFail = 5,        // producer -> consumer; payload: code and message
