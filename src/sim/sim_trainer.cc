@@ -1,0 +1,491 @@
+#include "sim/sim_trainer.h"
+
+#include <algorithm>
+
+#include "transport/hot_wire.h"
+
+namespace shardpull::sim {
+namespace {
+
+constexpr std::int64_t kGatherNs = 2 * kNanosPerMilli;
+constexpr std::int64_t kPieceNs = 100 * kNanosPerMicro;
+constexpr std::byte kReleased{0xDB};   // a group's memory from the moment it is released
+constexpr std::byte kPacking{0xAA};    // a slot from the moment its next pack starts
+
+ProducerConfig producer_config(const SimModel& model, std::uint32_t rank) {
+  ProducerConfig config;
+  config.rank = rank;
+  config.tables = model.tables;
+  config.stall_timeout_ns = kSimStallNs;
+  return config;
+}
+
+// The byte offset of element `position` (row-major) of a tensor laid out with strides.
+std::uint64_t strided_element(std::uint64_t position, const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride) {
+  if (stride.empty()) return position;
+  std::uint64_t at = 0;
+  for (std::size_t d = shape.size(); d-- > 0;) {
+    const auto size = static_cast<std::uint64_t>(shape[d]);
+    at += position % size * static_cast<std::uint64_t>(stride[d]);
+    position /= size;
+  }
+  return at;
+}
+
+std::uint64_t numel(const std::vector<std::int64_t>& shape) {
+  std::uint64_t count = 1;
+  for (const std::int64_t size : shape) count *= static_cast<std::uint64_t>(size);
+  return count;
+}
+
+}  // namespace
+
+bool SlotReaders::any_of_region(std::uint32_t rank, std::uint32_t region) const {
+  const auto it = readers_.lower_bound({rank, region, 0});
+  return it != readers_.end() && std::get<0>(it->first) == rank && std::get<1>(it->first) == region;
+}
+
+SimTrainer::SimTrainer(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t rank)
+    : world_(world),
+      model_(model),
+      readers_(readers),
+      rank_(rank),
+      producer_(std::make_unique<ProducerMachine>(producer_config(model, rank))),
+      trainer_(model.options.lookahead),
+      transport_(world.net().open(fmt::format("trainer-{}", rank), kSimToken, incarnation())) {
+  if (rank == 0) {
+    SenderConfig config;
+    config.world_size = model.options.trainers;
+    config.num_consumers = model.tables->num_consumers;
+    config.workers_per_replica = model.workers_per_replica();
+    config.step_timeout_ns = kSimStallNs;
+    sender_ = std::make_unique<SenderMachine>(config);
+  }
+  const auto group_of = group_of_names(*model.tables);
+  for (const auto& [name, piece] : model.held[rank]) {
+    const TensorMeta& meta = model.tables->metadata[name];
+    const std::vector<std::int64_t>& shape = model.shape_of(name, piece);
+    Place place;
+    std::uint64_t& end = group_bytes_[group_of[name]];
+    place.offset = (end + 15) / 16 * 16;
+    if (shape.size() == 2 && world.random().chance(0.4)) place.stride = {1, shape[0]};  // transposed in memory
+    end = place.offset + numel(shape) * element_bytes(meta.dtype);
+    places_[{name, piece}] = place;
+  }
+  if (const auto address = transport_->listen(); !address.ok()) world.broken("{}", address.status().to_string());
+  world.add_transport(*transport_, *this);
+  control_ = world.control().open({Role::kTrainer, rank}, incarnation(), *this);
+  tick();
+}
+
+void SimTrainer::tick() {
+  world_.after(kNanosPerSecond, [this] {
+    if (down_) return;
+    produce([&](std::int64_t now, ProducerActions& out) { producer_->tick(now, out); });
+    if (sender_) drive_sender([&](std::int64_t now, SenderActions& out) { sender_->tick(now, out); });
+    tick();
+  });
+}
+
+template <typename Event>
+void SimTrainer::produce(Event event) {
+  ProducerActions actions;
+  event(world_.now_ns(), actions);
+  for (const ProducerAction& action : actions) std::visit([this](const auto& one) { perform(one); }, action);
+}
+template <typename Event>
+void SimTrainer::train(Event event) {
+  TrainerActions actions;
+  event(actions);
+  for (const TrainerAction& action : actions) std::visit([this](const auto& one) { perform(one); }, action);
+}
+template <typename Event>
+void SimTrainer::drive_sender(Event event) {
+  SenderActions actions;
+  event(world_.now_ns(), actions);
+  for (const SenderAction& action : actions) std::visit([this](const auto& one) { perform(one); }, action);
+}
+
+void SimTrainer::send(const Member& to, ControlBody body) {
+  if (const Status status = control_->send(to, std::move(body)); !status.ok()) {
+    world_.broken("trainer {}: {}", rank_, status.to_string());
+  }
+}
+
+// ---- one sync -----------------------------------------------------------------------------------------------------------
+
+void SimTrainer::send_weights(std::uint64_t sync_id, std::uint64_t version, std::vector<std::uint32_t> live) {
+  world_.trace("send_weights", rank_, sync_id);
+  returned_.reset();
+  call_ = Call{sync_id, version, {}};
+  if (sender_) {
+    outcome_.reset();
+    sent_ = Call{sync_id, version, live};
+    drive_sender([&](std::int64_t now, SenderActions& out) {
+      if (const Status status = sender_->begin(now, sync_id, live, out); !status.ok()) world_.broken("{}", status.to_string());
+    });
+  }
+  try_begin();
+}
+
+void SimTrainer::try_begin() {
+  if (!call_ || !open_ || call_->sync_id != open_->sync_id) return;
+  const SyncOpen open = *std::exchange(open_, std::nullopt);
+  call_.reset();
+  sync_id_ = open.sync_id;
+  version_ = open.version;
+  produce([&](std::int64_t now, ProducerActions& out) {
+    const Status status =
+        producer_->begin_sync(now, open.sync_id, open.version, open.live_consumers, model_.owned_groups[rank_], out);
+    if (!status.ok()) world_.broken("begin_sync: {}", status.to_string());
+  });
+  send(kSender, SyncBegan{open.sync_id});
+  train([&](TrainerActions& out) {
+    const Status status = trainer_.begin(open.sync_id, model_.owned_groups[rank_], out);
+    if (!status.ok()) world_.broken("trainer begin: {}", status.to_string());
+  });
+}
+
+std::shared_ptr<ExportedMemory> SimTrainer::take_buffer(std::uint32_t group) {
+  if (free_buffers_.empty()) {
+    std::uint64_t bytes = 16;
+    for (const auto& [other, needed] : group_bytes_) bytes = std::max(bytes, needed);
+    if (resident_.size() > model_.options.lookahead) {
+      world_.broken("trainer {} needs a buffer for group {} beside {} resident ones", rank_, group, resident_.size());
+    }
+    auto memory = transport_->allocate(bytes, "a group");
+    if (!memory.ok()) {
+      world_.broken("{}", memory.status().to_string());
+      return nullptr;
+    }
+    for (const auto& [endpoint, peer] : peers_) (void)transport_->grant(endpoint, *memory).ok();
+    return *memory;
+  }
+  auto buffer = std::move(free_buffers_.back());
+  free_buffers_.pop_back();
+  return buffer;
+}
+
+void SimTrainer::gather(std::uint32_t group) {
+  auto buffer = take_buffer(group);
+  if (!buffer) return;
+  resident_[group] = buffer;
+  if (resident_.size() > model_.options.lookahead + 1) {
+    world_.broken("trainer {} holds {} groups, lookahead is {}", rank_, resident_.size(), model_.options.lookahead);
+  }
+  const auto group_of = group_of_names(*model_.tables);
+  std::vector<PublishedView> views;
+  for (const auto& [name, piece] : model_.held[rank_]) {
+    if (group_of[name] != group) continue;
+    const TensorMeta& meta = model_.tables->metadata[name];
+    const std::vector<std::int64_t>& shape = model_.shape_of(name, piece);
+    const Place& place = places_.at({name, piece});
+    const std::uint64_t width = element_bytes(meta.dtype), count = numel(shape);
+    std::byte* const data = buffer->ref().address + place.offset;
+    for (std::uint64_t position = 0; position < count; ++position) {
+      const std::uint64_t global = model_.global_element(name, piece, position);
+      const std::uint64_t at = strided_element(position, shape, place.stride);
+      for (std::uint64_t b = 0; b < width; ++b) data[at * width + b] = source_byte(name, global, b, version_);
+    }
+    PublishedView view;
+    view.name = name;
+    view.piece = piece;
+    view.dtype = meta.dtype;
+    view.shape = shape;
+    view.location.where = {buffer->ref().region, buffer->ref().generation, place.offset, count * width};
+    view.location.stride = place.stride;
+    views.push_back(std::move(view));
+  }
+  world_.trace("publish", rank_, group);
+  Status published;
+  produce([&](std::int64_t now, ProducerActions& out) { published = producer_->publish_group(now, group, std::move(views), out); });
+  if (published.ok()) {
+    train([&](TrainerActions& out) { trainer_.published(group, out); });
+    return;
+  }
+  if (producer_->failure().ok()) world_.broken("publish_group {}: {}", group, published.to_string());
+  train([&](TrainerActions& out) { trainer_.source_returned(out); });
+}
+
+void SimTrainer::perform(const trainer_action::AskSource& action) {
+  world_.later(kGatherNs, [this, group = action.group] { gather(group); });
+}
+void SimTrainer::perform(const trainer_action::AskEnd&) {
+  world_.later(kPieceNs, [this] { train([&](TrainerActions& out) { trainer_.source_ended(out); }); });
+}
+void SimTrainer::perform(const trainer_action::Release& action) {
+  world_.trace("release", rank_, action.group);
+  const auto it = resident_.find(action.group);
+  if (it == resident_.end()) return;  // asked for and never published
+  for (const auto& [ticket, group] : packing_) {
+    if (group == action.group) world_.broken("trainer {} releases group {} while a pack reads it", rank_, group);
+  }
+  std::fill_n(it->second->ref().address, it->second->ref().bytes, kReleased);
+  free_buffers_.push_back(std::move(it->second));
+  resident_.erase(it);
+}
+void SimTrainer::perform(const trainer_action::EndProducer&) {
+  produce([&](std::int64_t now, ProducerActions& out) {
+    if (const Status status = producer_->end_sync(now, out); !status.ok() && producer_->failure().ok()) {
+      world_.broken("end_sync: {}", status.to_string());
+    }
+  });
+}
+void SimTrainer::perform(const trainer_action::RankDone& action) {
+  world_.trace("rank_done", rank_, action.sync_id, action.status.ok());
+  RankEnded ended;
+  ended.sync_id = action.sync_id;
+  ended.status = action.status;
+  send(kSender, ended);
+}
+
+// ---- the producer -------------------------------------------------------------------------------------------------------
+
+void SimTrainer::perform(const producer_action::AllocateRing& action) {
+  world_.later(kPieceNs, [this, action] {
+    Ring& ring = rings_[action.sharing_group];
+    if (ring.memory && readers_.any_of_region(rank_, ring.memory->ref().region)) {
+      world_.broken("trainer {} regrows the ring of sharing group {} while it is read", rank_, action.sharing_group);
+    }
+    auto memory = transport_->allocate(action.slot_bytes * action.slots, "a serve ring");
+    if (memory.ok()) {
+      ring = {*memory, action.slot_bytes};
+      for (const auto& [endpoint, peer] : peers_) (void)transport_->grant(endpoint, *memory).ok();
+    }
+    produce([&](std::int64_t now, ProducerActions& out) {
+      producer_->ring_allocated(now, action.sharing_group, memory.status(), out);
+    });
+  });
+}
+void SimTrainer::perform(const producer_action::ReserveReply& action) {
+  ReserveReply reply;
+  reply.status = action.status;
+  send({Role::kWorker, action.consumer}, reply);
+}
+
+void SimTrainer::perform(const producer_action::Pack& action) {
+  const Ring& ring = rings_.at(action.sharing_group);
+  const std::uint64_t slot_offset = action.slot * ring.slot_bytes;
+  world_.trace("pack", rank_, action.sharing_group, action.slot, action.pull->chunk_id);
+  if (readers_.any({rank_, ring.memory->ref().region, slot_offset})) {
+    world_.broken("trainer {} packs chunk {} into slot {} of sharing group {} while it is read", rank_, action.pull->chunk_id,
+                  action.slot, action.sharing_group);
+  }
+  packing_[action.ticket] = action.pull->group;
+  std::byte* const slot = ring.memory->ref().address + slot_offset;
+  std::fill_n(slot, ring.slot_bytes, kPacking);
+  world_.in_pieces(
+      action.pull->keys.size(), kPieceNs,
+      [this, action, slot](std::size_t i) {
+        const ChunkKey& key = action.pull->keys[i];
+        const auto buffer = resident_.find(action.pull->group);
+        if (buffer == resident_.end()) {
+          return world_.broken("trainer {} packs from group {}, which was released", rank_, action.pull->group);
+        }
+        const auto view = std::find_if(action.sources.begin(), action.sources.end(), [&](const PublishedView& one) {
+          return one.name == key.name && one.piece == key.piece;
+        });
+        if (view == action.sources.end()) return world_.broken("pack without a source for name {}", key.name);
+        const std::byte* const data = buffer->second->ref().address + view->location.where.offset;
+        const std::uint64_t width = element_bytes(key.wire_dtype);
+        std::uint64_t to = key.offset;
+        for (const std::uint64_t position : positions_of(key.slice)) {
+          std::copy_n(data + strided_element(position, view->shape, view->location.stride) * width, width, slot + to);
+          to += width;
+        }
+      },
+      [this, ticket = action.ticket] {
+        packing_.erase(ticket);
+        produce([&](std::int64_t now, ProducerActions& out) { producer_->pack_done(now, ticket, {}, {}, out); });
+      });
+}
+
+EndpointId SimTrainer::endpoint_of(std::uint32_t consumer, Incarnation incarnation) const {
+  for (const auto& [endpoint, peer] : peers_) {
+    if (peer.consumer == consumer && peer.incarnation == incarnation) return endpoint;
+  }
+  return 0;
+}
+
+void SimTrainer::reply(HotType type, Incarnation to, const PullId& pull, const std::vector<std::byte>& payload) {
+  const EndpointId endpoint = endpoint_of(pull.consumer, to);
+  if (endpoint == 0) return;
+  HotHeader header;
+  header.type = type;
+  header.sync_id = pull.sync_id;
+  header.consumer = pull.consumer;
+  header.target = pull.chunk;
+  header.run = pull.run;
+  header.attempt = pull.attempt;
+  header.seq = pull.seq;
+  (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
+}
+
+void SimTrainer::perform(const producer_action::ReadyReply& action) {
+  world_.trace("ready", rank_, action.pull.consumer, action.pull.chunk);
+  ReadyPayload payload;
+  if (action.ready.path == Path::kPacked) {
+    const Ring& ring = rings_.at(action.ready.sharing_group);
+    const MemoryRef& ref = ring.memory->ref();
+    payload.entries.push_back({{ref.region, ref.generation, action.ready.slot * ring.slot_bytes, action.ready.bytes}, {}});
+  } else {
+    for (const Location& entry : action.ready.entries) payload.entries.push_back({entry.where, entry.stride});
+  }
+  reply(HotType::kReady, action.incarnation, action.pull, encode(payload));
+}
+void SimTrainer::perform(const producer_action::FailReply& action) {
+  world_.trace("refuse", rank_, action.pull.consumer, action.pull.chunk);
+  reply(HotType::kFail, action.incarnation, action.pull, encode(action.status));
+}
+void SimTrainer::perform(const producer_action::SignalAck& action) {
+  const EndpointId endpoint = endpoint_of(action.consumer, action.incarnation);
+  if (endpoint == 0) return send({Role::kWorker, action.consumer}, FreeAck{action.sync_id, action.groups});
+  HotHeader header;
+  header.type = HotType::kFreeAck;
+  header.sync_id = action.sync_id;
+  header.consumer = action.consumer;
+  const auto payload = encode(std::vector<FreeEntry>{{action.consumer, action.groups}});
+  (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
+}
+void SimTrainer::perform(const producer_action::GroupFreed& action) {
+  world_.trace("freed", rank_, action.group);
+  train([&](TrainerActions& out) { trainer_.group_freed(action.group, out); });
+}
+void SimTrainer::perform(const producer_action::SyncEnded&) {
+  train([&](TrainerActions& out) { trainer_.producer_ended(out); });
+}
+void SimTrainer::perform(const producer_action::SyncFailed& action) {
+  if (!down_) send(kSender, SyncFailed{action.sync_id, action.status});
+  train([&](TrainerActions& out) { trainer_.fail(action.status, out); });
+}
+void SimTrainer::perform(const producer_action::SyncQuiet&) {
+  train([&](TrainerActions& out) { trainer_.producer_quiet(out); });
+}
+
+void SimTrainer::on_accepted(EndpointId) {}
+void SimTrainer::on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) {
+  if (header.type == HotType::kHello) {
+    peers_[endpoint] = {header.consumer, header.incarnation};
+    for (const auto& [sharing_group, ring] : rings_) (void)transport_->grant(endpoint, ring.memory).ok();
+    for (const auto& [group, buffer] : resident_) (void)transport_->grant(endpoint, buffer).ok();
+    for (const auto& buffer : free_buffers_) (void)transport_->grant(endpoint, buffer).ok();
+    return;
+  }
+  if (header.type == HotType::kPull) {
+    const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt, header.seq};
+    world_.trace("pull", rank_, pull.consumer, pull.chunk);
+    produce([&](std::int64_t now, ProducerActions& out) { producer_->pull(now, header.incarnation, pull, out); });
+  } else if (header.type == HotType::kFree) {
+    const auto entries = decode_free(payload, header.length);
+    if (!entries.ok()) return world_.broken("{}", entries.status().to_string());
+    for (const FreeEntry& entry : *entries) {
+      produce([&](std::int64_t now, ProducerActions& out) {
+        producer_->signal(now, header.incarnation, header.sync_id, entry.consumer, entry.groups, out);
+      });
+    }
+  }
+}
+void SimTrainer::on_closed(EndpointId endpoint, const Status&) { peers_.erase(endpoint); }
+void SimTrainer::on_read_done(ReadToken, const Status&) {}
+
+// ---- the sender ---------------------------------------------------------------------------------------------------------
+
+void SimTrainer::perform(const sender_action::OpenSync& action) {
+  send({Role::kTrainer, action.rank}, SyncOpen{sent_.sync_id, sent_.version, sent_.live, {}});
+}
+void SimTrainer::perform(const sender_action::StartUpdate& action) {
+  StartUpdate start;
+  start.sync_id = sent_.sync_id;
+  start.version = sent_.version;
+  send({Role::kWorker, action.consumer}, start);
+}
+void SimTrainer::perform(const sender_action::Update& action) {
+  send({Role::kWorker, action.consumer}, Update{sent_.sync_id});
+}
+void SimTrainer::perform(const sender_action::Finish& action) {
+  send({Role::kWorker, action.consumer}, Finish{sent_.sync_id});
+}
+void SimTrainer::perform(const sender_action::FailRank& action) {
+  send({Role::kTrainer, action.rank}, SyncFailed{sent_.sync_id, action.status});
+}
+void SimTrainer::perform(const sender_action::FailConsumer& action) {
+  send({Role::kWorker, action.consumer}, SyncFailed{sent_.sync_id, action.status});
+}
+void SimTrainer::perform(const sender_action::CloseSync& action) {
+  send({Role::kTrainer, action.rank}, SyncClosed{sent_.sync_id, action.status});
+}
+void SimTrainer::perform(const sender_action::SyncDone& action) {
+  world_.trace("sync_done", action.sync_id, action.status.ok());
+  outcome_ = SyncOutcome{action.status, action.lost_consumers};
+}
+
+void SimTrainer::on_member_up(const Member& member, Incarnation incarnation) {
+  if (sender_) sender_->member_up(member);
+  if (member.role != Role::kWorker) return;
+  produce([&](std::int64_t now, ProducerActions& out) { producer_->consumer_up(now, member.id, incarnation, out); });
+}
+void SimTrainer::on_member_lost(const Member& member, Incarnation, const Status& why) {
+  if (down_) return;
+  if (sender_) {
+    drive_sender([&](std::int64_t now, SenderActions& out) {
+      if (member.role == Role::kTrainer) {
+        sender_->rank_lost(now, member.id, why, out);
+      } else {
+        sender_->consumer_lost(now, member.id, why, out);
+      }
+    });
+  }
+  if (member.role == Role::kWorker) {
+    produce([&](std::int64_t now, ProducerActions& out) { producer_->consumer_lost(now, member.id, why, out); });
+  }
+}
+
+void SimTrainer::on_control(const Member& from, Incarnation incarnation, ControlBody body) {
+  if (down_) return;
+  world_.trace("control", rank_, static_cast<int>(from.role), from.id, body.index());
+  if (auto* reserve = std::get_if<Reserve>(&body)) {
+    auto pulls = decode_pulls(reserve->pulls.data(), reserve->pulls.size());
+    if (!pulls.ok()) return world_.broken("{}", pulls.status().to_string());
+    produce([&](std::int64_t now, ProducerActions& out) {
+      producer_->reserve(now, from.id, incarnation, reserve->slot_bytes, reserve->ring_depth, reserve->num_consumers,
+                         reserve->workers_per_replica, {reserve->digest_low, reserve->digest_high}, std::move(*pulls), out);
+    });
+  } else if (auto* open = std::get_if<SyncOpen>(&body)) {
+    open_ = std::move(*open);
+    try_begin();
+  } else if (auto* closed = std::get_if<SyncClosed>(&body)) {
+    returned_ = closed->status;
+  } else if (auto* free = std::get_if<FreeGroups>(&body)) {
+    produce([&](std::int64_t now, ProducerActions& out) {
+      producer_->signal(now, incarnation, free->sync_id, from.id, free->groups, out);
+    });
+  } else if (auto* failed = std::get_if<SyncFailed>(&body)) {
+    if (sender_ && from != kSender) {
+      drive_sender([&](std::int64_t now, SenderActions& out) { sender_->failed(now, from, failed->sync_id, failed->status, out); });
+    } else {
+      produce([&](std::int64_t, ProducerActions& out) { producer_->fail(failed->sync_id, failed->status, out); });
+    }
+  } else if (auto* began = std::get_if<SyncBegan>(&body)) {
+    drive_sender([&](std::int64_t now, SenderActions& out) { sender_->rank_began(now, from.id, began->sync_id, out); });
+  } else if (auto* started = std::get_if<UpdateStarted>(&body)) {
+    drive_sender([&](std::int64_t now, SenderActions& out) {
+      sender_->update_started(now, from.id, started->sync_id, started->status, out);
+    });
+  } else if (auto* prepared = std::get_if<Prepared>(&body)) {
+    drive_sender(
+        [&](std::int64_t now, SenderActions& out) { sender_->prepared(now, from.id, prepared->sync_id, prepared->status, out); });
+  } else if (auto* finished = std::get_if<Finished>(&body)) {
+    drive_sender(
+        [&](std::int64_t now, SenderActions& out) { sender_->finished(now, from.id, finished->sync_id, finished->status, out); });
+  } else if (auto* ended = std::get_if<RankEnded>(&body)) {
+    drive_sender([&](std::int64_t now, SenderActions& out) { sender_->rank_ended(now, from.id, ended->sync_id, ended->status, out); });
+  }
+}
+
+void SimTrainer::shutdown() {
+  down_ = true;
+  produce([&](std::int64_t, ProducerActions& out) { producer_->shutdown(out); });
+  control_->shutdown();
+}
+
+}  // namespace shardpull::sim

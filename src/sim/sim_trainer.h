@@ -1,0 +1,156 @@
+// One simulated trainer rank: drives ProducerMachine, TrainerMachine and, on rank 0, SenderMachine over the world's networks,
+// and plays the source: it gathers groups into buffers from a pool, and overwrites them the moment they are released.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "protocol/producer_machine.h"
+#include "protocol/trainer_machine.h"
+#include "sim/sim_model.h"
+#include "sim/world.h"
+
+namespace shardpull::sim {
+
+inline constexpr FleetToken kSimToken = 0x51D;
+inline constexpr std::int64_t kSimStallNs = 30 * kNanosPerSecond;
+
+// What a sender's sync came to.
+struct SyncOutcome {
+  Status status;
+  std::vector<std::uint32_t> lost;
+};
+
+// Who reads which serve slot now; shared by trainers and workers, known to nobody in a real fleet.
+class SlotReaders {
+ public:
+  using Slot = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t>;  // rank, region, offset
+  void begin(const Slot& slot) { ++readers_[slot]; }
+  void end(const Slot& slot) {
+    if (--readers_[slot] == 0) readers_.erase(slot);
+  }
+  bool any(const Slot& slot) const { return readers_.contains(slot); }
+  // Readers of any slot of a region.
+  bool any_of_region(std::uint32_t rank, std::uint32_t region) const;
+
+ private:
+  std::map<Slot, int> readers_;
+};
+
+class SimTrainer final : TransportSink, ControlSink {
+ public:
+  SimTrainer(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t rank);
+
+  Incarnation incarnation() const { return 1 + rank_; }
+  // The user's call. `live` is read on the sender only.
+  void send_weights(std::uint64_t sync_id, std::uint64_t version, std::vector<std::uint32_t> live);
+  // Whether send_weights of the last sync has returned, and with what.
+  const std::optional<Status>& returned() const { return returned_; }
+  const std::optional<SyncOutcome>& outcome() const { return outcome_; }  // on the sender
+  // Ends the rank in good order.
+  void shutdown();
+
+  const ProducerMachine& producer() const { return *producer_; }
+  const TrainerMachine& trainer() const { return trainer_; }
+
+ private:
+  struct Place {  // where a held name (or piece) lies in the buffer of its group
+    std::uint64_t offset = 0;
+    std::vector<std::int64_t> stride;  // empty: contiguous
+  };
+  struct PieceId {
+    std::uint32_t name = 0, piece = 0;
+    friend auto operator<=>(const PieceId&, const PieceId&) = default;
+  };
+  struct Ring {
+    std::shared_ptr<ExportedMemory> memory;
+    std::uint64_t slot_bytes = 0;
+  };
+  struct Peer {
+    std::uint32_t consumer = 0;
+    Incarnation incarnation = 0;
+  };
+
+  void on_accepted(EndpointId endpoint) override;
+  void on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) override;
+  void on_closed(EndpointId endpoint, const Status& why) override;
+  void on_read_done(ReadToken token, const Status& status) override;
+  void on_control(const Member& from, Incarnation incarnation, ControlBody body) override;
+  void on_member_up(const Member& member, Incarnation incarnation) override;
+  void on_member_lost(const Member& member, Incarnation incarnation, const Status& why) override;
+
+  void try_begin();
+  void gather(std::uint32_t group);
+  std::shared_ptr<ExportedMemory> take_buffer(std::uint32_t group);
+  void send(const Member& to, ControlBody body);
+  void reply(HotType type, Incarnation to, const PullId& pull, const std::vector<std::byte>& payload);
+  EndpointId endpoint_of(std::uint32_t consumer, Incarnation incarnation) const;
+  void tick();
+
+  template <typename Event>
+  void produce(Event event);
+  template <typename Event>
+  void train(Event event);
+  template <typename Event>
+  void drive_sender(Event event);
+  void perform(const producer_action::AllocateRing& action);
+  void perform(const producer_action::ReserveReply& action);
+  void perform(const producer_action::Pack& action);
+  void perform(const producer_action::ReadyReply& action);
+  void perform(const producer_action::FailReply& action);
+  void perform(const producer_action::SignalAck& action);
+  void perform(const producer_action::GroupFreed& action);
+  void perform(const producer_action::SyncEnded& action);
+  void perform(const producer_action::SyncFailed& action);
+  void perform(const producer_action::SyncQuiet& action);
+  void perform(const trainer_action::AskSource& action);
+  void perform(const trainer_action::AskEnd& action);
+  void perform(const trainer_action::Release& action);
+  void perform(const trainer_action::EndProducer& action);
+  void perform(const trainer_action::RankDone& action);
+  void perform(const sender_action::OpenSync& action);
+  void perform(const sender_action::StartUpdate& action);
+  void perform(const sender_action::Update& action);
+  void perform(const sender_action::Finish& action);
+  void perform(const sender_action::FailRank& action);
+  void perform(const sender_action::FailConsumer& action);
+  void perform(const sender_action::CloseSync& action);
+  void perform(const sender_action::SyncDone& action);
+
+  World& world_;
+  const SimModel& model_;
+  SlotReaders& readers_;
+  const std::uint32_t rank_;
+  std::unique_ptr<ProducerMachine> producer_;
+  TrainerMachine trainer_;
+  std::unique_ptr<SenderMachine> sender_;
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Control> control_;
+  bool down_ = false;
+
+  std::map<EndpointId, Peer> peers_;
+  std::map<std::uint32_t, Ring> rings_;  // by sharing group
+  std::map<PieceId, Place> places_;
+  std::map<std::uint32_t, std::uint64_t> group_bytes_;
+  std::map<std::uint32_t, std::shared_ptr<ExportedMemory>> resident_;  // by live group
+  std::vector<std::shared_ptr<ExportedMemory>> free_buffers_;
+  std::map<std::uint64_t, std::uint32_t> packing_;  // ticket -> group
+
+  // The sync at hand.
+  struct Call {
+    std::uint64_t sync_id = 0, version = 0;
+    std::vector<std::uint32_t> live;
+  };
+  std::optional<Call> call_;      // send_weights was called and has not begun
+  std::optional<SyncOpen> open_;  // the sender has opened it
+  std::uint64_t sync_id_ = 0, version_ = 0;
+  Call sent_;                     // the sender's own
+  std::optional<Status> returned_;
+  std::optional<SyncOutcome> outcome_;
+};
+
+}  // namespace shardpull::sim

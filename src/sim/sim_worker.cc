@@ -1,0 +1,383 @@
+#include "sim/sim_worker.h"
+
+#include <algorithm>
+
+#include "transport/hot_wire.h"
+
+namespace shardpull::sim {
+namespace {
+
+constexpr std::int64_t kPieceNs = 100 * kNanosPerMicro;
+constexpr std::byte kGuard{0x5A}, kScattered{0xEE};  // guard bytes; a receive slot after its scatter
+
+ConsumerConfig consumer_config(const SimModel& model, std::uint32_t consumer) {
+  ConsumerConfig config;
+  config.plan = model.plans[consumer];
+  config.num_modules = static_cast<std::uint32_t>(model.recordings[consumer].modules.size());
+  config.stall_timeout_ns = kSimStallNs;
+  return config;
+}
+
+}  // namespace
+
+SimWorker::SimWorker(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t consumer)
+    : world_(world),
+      model_(model),
+      readers_(readers),
+      consumer_(consumer),
+      plan_(*model.plans[consumer]),
+      recording_(model.recordings[consumer]),
+      machine_(consumer_config(model, consumer)),
+      transport_(world.net().open(fmt::format("worker-{}", consumer), kSimToken, incarnation())) {
+  for (const RecordedParameter& parameter : recording_.parameters) {
+    std::uint64_t bytes = element_bytes(parameter.dtype);
+    for (const std::int64_t size : parameter.shape) bytes *= static_cast<std::uint64_t>(size);
+    std::vector<std::byte> memory(bytes + 2 * kGuardBytes, kGuard);
+    std::fill_n(memory.begin() + kGuardBytes, bytes, SimModel::kUnwritten);
+    parameters_.push_back(std::move(memory));
+  }
+  receive_ring_.assign(plan_.receive_slot_bytes * plan_.ring_depth, kScattered);
+  world.add_transport(*transport_, *this);
+}
+
+void SimWorker::start() {
+  world_.later(5 * kNanosPerMilli, [this] {
+    control_ = world_.control().open({Role::kWorker, consumer_}, incarnation(), *this);
+    world_.later(20 * kNanosPerMilli, [this] { connect_and_reserve(); });
+  });
+}
+
+void SimWorker::connect_and_reserve() {
+  for (const ProducerPlan& producer : plan_.producers) {
+    const auto endpoint = transport_->connect(model_.tables->producers[producer.producer], 0);
+    if (!endpoint.ok()) return world_.broken("{}", endpoint.status().to_string());
+    endpoint_of_[producer.producer] = *endpoint;
+    producer_of_[*endpoint] = producer.producer;
+    HotHeader hello;
+    hello.type = HotType::kHello;
+    hello.consumer = consumer_;
+    (void)transport_->send(*endpoint, hello, nullptr, 0).ok();
+
+    Reserve reserve;
+    reserve.slot_bytes = producer.serve_slot_bytes;
+    reserve.ring_depth = plan_.ring_depth;
+    reserve.num_consumers = model_.tables->num_consumers;
+    reserve.workers_per_replica = effective_workers_per_replica(*model_.tables);
+    reserve.digest_low = producer.digest.low;
+    reserve.digest_high = producer.digest.high;
+    reserve.pulls = encode_pulls(pulls_at(plan_, producer.producer));
+    waiting_reserves_.insert(producer.producer);
+    send({Role::kTrainer, producer.producer}, std::move(reserve));
+  }
+  started_ = true;
+  tick();
+}
+
+void SimWorker::tick() {
+  world_.after(kNanosPerSecond, [this] {
+    if (down_) return;
+    drive([&](std::int64_t now, ConsumerActions& out) { machine_.tick(now, out); });
+    tick();
+  });
+}
+
+template <typename Event>
+void SimWorker::drive(Event event) {
+  ConsumerActions actions;
+  event(world_.now_ns(), actions);
+  for (const ConsumerAction& action : actions) std::visit([this](const auto& one) { perform(one); }, action);
+}
+
+void SimWorker::send(const Member& to, ControlBody body) {
+  if (const Status status = control_->send(to, std::move(body)); !status.ok()) {
+    world_.broken("worker {}: {}", consumer_, status.to_string());
+  }
+}
+
+// ---- actions ------------------------------------------------------------------------------------------------------------
+
+void SimWorker::perform(const consumer_action::SendPull& action) {
+  ++pulls_;
+  world_.trace("send_pull", consumer_, action.producer, action.pull.chunk);
+  HotHeader header;
+  header.type = HotType::kPull;
+  header.sync_id = action.pull.sync_id;
+  header.consumer = action.pull.consumer;
+  header.target = action.pull.chunk;
+  header.run = action.pull.run;
+  header.attempt = action.pull.attempt;
+  header.seq = action.pull.seq;
+  (void)transport_->send(endpoint_of_.at(action.producer), header, nullptr, 0).ok();
+}
+
+void SimWorker::perform(const consumer_action::StartTransfer& action) {
+  const Run& run = plan_.chunks[action.chunk].runs[action.run];
+  if (scattering_slots_.contains(action.slot)) {
+    world_.broken("worker {} reads chunk {} into slot {} while a scatter reads it", consumer_, action.chunk, action.slot);
+  }
+  const RemoteRef& where = action.ready.entries.at(0).where;
+  const Transfer transfer{machine_.sync_id(), action.chunk, action.run, {action.producer, where.region, where.offset}};
+  world_.trace("transfer", consumer_, action.chunk, action.slot);
+  readers_.begin(transfer.slot);
+  transfers_[next_token_] = transfer;
+  transport_->read(endpoint_of_.at(action.producer), where, receive_ring_.data() + action.slot * plan_.receive_slot_bytes + run.offset,
+                   next_token_);
+  ++next_token_;
+}
+
+void SimWorker::materialise(std::uint32_t chunk) {
+  for (const std::uint32_t module : plan_.chunks[chunk].materialise) {
+    for (std::uint32_t p = 0; p < recording_.parameters.size(); ++p) {
+      if (recording_.parameters[p].module != module) continue;
+      std::fill(parameters_[p].begin() + kGuardBytes, parameters_[p].end() - kGuardBytes, SimModel::kUnwritten);
+    }
+    for (const Fill& fill : recording_.fills) {
+      if (recording_.parameters[fill.destination.parameter].module != module) continue;
+      const std::uint64_t width = element_bytes(fill.destination.dtype);
+      for (const std::uint64_t at : positions_of(fill.destination)) {
+        std::fill_n(data_of(fill.destination.parameter) + at * width, width, std::byte{0});
+      }
+    }
+  }
+}
+
+void SimWorker::scatter_packed(std::uint32_t chunk, std::size_t index, const std::byte* slot) {
+  const PlannedScatter& scatter = plan_.chunks[chunk].scatters[index];
+  const ChunkKey& key = plan_.chunks[chunk].keys[scatter.key];
+  const std::uint64_t width = element_bytes(key.wire_dtype);
+  std::uint64_t from = key.offset;
+  for (const std::uint64_t at : positions_of(scatter.destination)) {
+    std::copy_n(slot + from, width, data_of(scatter.destination.parameter) + at * width);
+    from += width;
+  }
+}
+
+void SimWorker::scatter_mapped(std::uint32_t chunk, std::size_t index, const std::vector<ReadyInfo>& ready) {
+  const Chunk& planned = plan_.chunks[chunk];
+  const PlannedScatter& scatter = planned.scatters[index];
+  const ChunkKey& key = planned.keys[scatter.key];
+  for (std::size_t r = 0; r < planned.runs.size(); ++r) {
+    const Run& run = planned.runs[r];
+    if (scatter.key < run.first_key || scatter.key >= run.first_key + run.key_count) continue;
+    std::vector<std::pair<std::uint32_t, std::uint32_t>> order;  // distinct (name, piece), by first use
+    for (std::uint32_t k = run.first_key; k < run.first_key + run.key_count; ++k) {
+      const std::pair piece(planned.keys[k].name, planned.keys[k].piece);
+      if (std::find(order.begin(), order.end(), piece) == order.end()) order.push_back(piece);
+    }
+    const auto entry = static_cast<std::size_t>(
+        std::find(order.begin(), order.end(), std::pair(key.name, key.piece)) - order.begin());
+    const Location& location = ready[r].entries.at(entry);
+    const auto mapping = transport_->map(endpoint_of_.at(run.producer), location.where);
+    if (!mapping.ok()) return world_.broken("{}", mapping.status().to_string());
+    const std::vector<std::int64_t>& shape = model_.shape_of(key.name, key.piece);
+    const std::uint64_t width = element_bytes(key.wire_dtype);
+    const auto from = positions_of(key.slice), to = positions_of(scatter.destination);
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      std::uint64_t at = from[i];
+      if (!location.stride.empty()) {
+        std::uint64_t rest = from[i];
+        at = 0;
+        for (std::size_t d = shape.size(); d-- > 0;) {
+          at += rest % static_cast<std::uint64_t>(shape[d]) * static_cast<std::uint64_t>(location.stride[d]);
+          rest /= static_cast<std::uint64_t>(shape[d]);
+        }
+      }
+      std::copy_n(mapping->data + at * width, width, data_of(scatter.destination.parameter) + to[i] * width);
+    }
+  }
+}
+
+void SimWorker::perform(const consumer_action::StartScatter& action) {
+  const std::uint32_t chunk = action.chunk, slot = action.slot;
+  const std::uint64_t sync_id = machine_.sync_id();
+  world_.trace("scatter", consumer_, chunk, slot);
+  scattering_slots_.insert(slot);
+  std::byte* const data = receive_ring_.data() + slot * plan_.receive_slot_bytes;
+  materialise(chunk);
+  world_.in_pieces(
+      plan_.chunks[chunk].scatters.size(), kPieceNs, [this, chunk, data](std::size_t i) { scatter_packed(chunk, i, data); },
+      [this, chunk, slot, data, sync_id] {
+        std::fill_n(data, plan_.receive_slot_bytes, kScattered);
+        scattering_slots_.erase(slot);
+        drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk, {}, out); });
+      });
+}
+
+void SimWorker::perform(const consumer_action::StartCopy& action) {
+  const std::uint32_t chunk = action.chunk;
+  const std::uint64_t sync_id = machine_.sync_id();
+  world_.trace("copy", consumer_, chunk);
+  if (!action.ready.empty()) ++mapped_chunks_;
+  materialise(chunk);
+  world_.in_pieces(
+      plan_.chunks[chunk].scatters.size(), kPieceNs,
+      [this, chunk, ready = action.ready](std::size_t i) { scatter_mapped(chunk, i, ready); },
+      [this, chunk, sync_id] {
+        drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk, {}, out); });
+      });
+}
+
+void SimWorker::check_parameter(std::uint32_t parameter, std::uint64_t version, std::string_view when) {
+  const std::vector<std::byte> expected = model_.expected(consumer_, parameter, version);
+  const std::vector<std::byte>& memory = parameters_[parameter];
+  const RecordedParameter& p = recording_.parameters[parameter];
+  const std::string name = fmt::format("{}.{}", recording_.modules[p.module].name, p.name);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    if (memory[kGuardBytes + i] == expected[i]) continue;
+    return world_.broken("worker {} {}: byte {} of {} is {:#04x}, version {} says {:#04x}", consumer_, when, i, name,
+                         static_cast<int>(memory[kGuardBytes + i]), version, static_cast<int>(expected[i]));
+  }
+  const auto guard = [](std::byte byte) { return byte == kGuard; };
+  if (!std::all_of(memory.begin(), memory.begin() + kGuardBytes, guard) ||
+      !std::all_of(memory.end() - kGuardBytes, memory.end(), guard)) {
+    world_.broken("worker {} {}: bytes beside {} were written", consumer_, when, name);
+  }
+}
+
+void SimWorker::verify(std::uint64_t version) {
+  for (std::uint32_t p = 0; p < parameters_.size(); ++p) check_parameter(p, version, "after its commit");
+}
+
+void SimWorker::perform(const consumer_action::StartPost& action) {
+  const std::uint32_t chunk = action.chunk;
+  const std::uint64_t sync_id = machine_.sync_id();
+  world_.trace("post", consumer_, chunk);
+  world_.later(20 * kPieceNs, [this, chunk, sync_id] {
+    for (const std::uint32_t module : plan_.chunks[chunk].post_process) {
+      for (std::uint32_t p = 0; p < recording_.parameters.size(); ++p) {
+        if (recording_.parameters[p].module == module) check_parameter(p, version_, "in its hook");
+      }
+    }
+    drive([&](std::int64_t now, ConsumerActions& out) { machine_.post_done(now, sync_id, chunk, {}, out); });
+  });
+}
+
+void SimWorker::perform(const consumer_action::SendSignals& action) {
+  for (const std::uint32_t group : action.groups) {
+    world_.trace("signal", consumer_, action.producer, group);
+    if (!signalled_.emplace(action.producer, group).second) {
+      world_.broken("worker {} signals group {} to trainer {} twice", consumer_, group, action.producer);
+    }
+  }
+  const auto endpoint = endpoint_of_.find(action.producer);
+  if (endpoint == endpoint_of_.end()) {
+    return send({Role::kTrainer, action.producer}, FreeGroups{action.sync_id, action.groups});
+  }
+  HotHeader header;
+  header.type = HotType::kFree;
+  header.sync_id = action.sync_id;
+  header.consumer = consumer_;
+  const auto payload = encode(std::vector<FreeEntry>{{consumer_, action.groups}});
+  (void)transport_->send(endpoint->second, header, payload.data(), payload.size()).ok();
+}
+
+void SimWorker::perform(const consumer_action::UpdateDone& action) {
+  world_.trace("update_done", consumer_, action.sync_id, action.status.ok());
+  if (action.status.ok()) {
+    std::size_t owners = 0;
+    for (const auto& set : plan_.group_owners) owners += set.size();
+    if (signalled_.size() != owners) {
+      world_.broken("worker {} is prepared with {} of {} signals", consumer_, signalled_.size(), owners);
+    }
+  }
+  Prepared prepared;
+  prepared.sync_id = action.sync_id;
+  prepared.status = action.status;
+  send(kSender, prepared);
+}
+void SimWorker::perform(const consumer_action::FinishDone& action) {
+  world_.trace("finish_done", consumer_, action.sync_id, action.status.ok());
+  if (action.status.ok()) verify(version_);
+  send(kSender, Finished{action.sync_id, action.status});
+}
+void SimWorker::perform(const consumer_action::ReportFailure& action) {
+  if (!down_) send(kSender, SyncFailed{action.sync_id, action.status});
+}
+
+// ---- what arrives -------------------------------------------------------------------------------------------------------
+
+void SimWorker::on_accepted(EndpointId) {}
+void SimWorker::on_closed(EndpointId, const Status&) {}
+
+void SimWorker::on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) {
+  const std::uint32_t producer = producer_of_.at(endpoint);
+  const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt, header.seq};
+  if (header.type == HotType::kReady) {
+    const auto decoded = decode_ready(payload, header.length);
+    if (!decoded.ok()) return world_.broken("{}", decoded.status().to_string());
+    ReadyInfo ready;
+    ready.path = pull.chunk < plan_.chunks.size() ? plan_.chunks[pull.chunk].path : Path::kPacked;
+    for (const ReadyEntry& entry : decoded->entries) ready.entries.push_back({entry.where, entry.stride});
+    if (ready.path == Path::kPacked && !ready.entries.empty()) ready.bytes = ready.entries[0].where.bytes;
+    drive([&](std::int64_t now, ConsumerActions& out) { machine_.ready(now, producer, pull, std::move(ready), out); });
+  } else if (header.type == HotType::kFail) {
+    const Status why = decode_status(payload, header.length);
+    drive([&](std::int64_t now, ConsumerActions& out) { machine_.pull_failed(now, producer, pull, why, out); });
+  } else if (header.type == HotType::kFreeAck) {
+    const auto entries = decode_free(payload, header.length);
+    if (!entries.ok()) return world_.broken("{}", entries.status().to_string());
+    for (const FreeEntry& entry : *entries) {
+      drive([&](std::int64_t now, ConsumerActions& out) {
+        machine_.signals_acked(now, producer, header.sync_id, entry.groups, out);
+      });
+    }
+  }
+}
+
+void SimWorker::on_read_done(ReadToken token, const Status& status) {
+  const auto it = transfers_.find(token);
+  if (it == transfers_.end()) return world_.broken("a read that nobody started");
+  const Transfer transfer = it->second;
+  transfers_.erase(it);
+  readers_.end(transfer.slot);
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.transfer_done(now, transfer.sync_id, transfer.chunk, transfer.run, status, out);
+  });
+}
+
+void SimWorker::on_member_up(const Member&, Incarnation) {}
+void SimWorker::on_member_lost(const Member& member, Incarnation, const Status& why) {
+  if (down_ || member.role != Role::kTrainer) return;
+  drive([&](std::int64_t now, ConsumerActions& out) { machine_.producer_lost(now, member.id, why, out); });
+}
+
+void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
+  if (down_) return;
+  if (auto* reserved = std::get_if<ReserveReply>(&body)) {
+    if (!reserved->status.ok()) world_.broken("reserve of worker {}: {}", consumer_, reserved->status.to_string());
+    waiting_reserves_.erase(from.id);
+  } else if (auto* start = std::get_if<StartUpdate>(&body)) {
+    Status status;
+    drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.start_update(now, start->sync_id, start->version, out); });
+    if (status.ok()) {
+      version_ = start->version;
+      signalled_.clear();
+    }
+    send(kSender, UpdateStarted{start->sync_id, status});
+  } else if (auto* update = std::get_if<Update>(&body)) {
+    Status status;
+    drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.update(now, out); });
+    if (!status.ok()) {
+      Prepared prepared;
+      prepared.sync_id = update->sync_id;
+      prepared.status = status;
+      send(kSender, prepared);
+    }
+  } else if (auto* finish = std::get_if<Finish>(&body)) {
+    Status status;
+    drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.finish_update(now, finish->sync_id, out); });
+    if (!status.ok()) send(kSender, Finished{finish->sync_id, status});
+  } else if (auto* failed = std::get_if<SyncFailed>(&body)) {
+    drive([&](std::int64_t now, ConsumerActions& out) { machine_.fail(now, failed->sync_id, failed->status, out); });
+  } else if (auto* acked = std::get_if<FreeAck>(&body)) {
+    drive([&](std::int64_t now, ConsumerActions& out) { machine_.signals_acked(now, from.id, acked->sync_id, acked->groups, out); });
+  }
+}
+
+void SimWorker::shutdown() {
+  down_ = true;
+  drive([&](std::int64_t, ConsumerActions& out) { machine_.shutdown(out); });
+  control_->shutdown();
+}
+
+}  // namespace shardpull::sim

@@ -1,0 +1,183 @@
+#include "sim/simulate.h"
+
+#include <algorithm>
+#include <memory>
+
+#include <fmt/format.h>
+
+#include "sim/sim_model.h"
+#include "sim/sim_trainer.h"
+#include "sim/sim_worker.h"
+#include "sim/world.h"
+
+namespace shardpull::sim {
+namespace {
+
+constexpr std::int64_t kSyncLimitNs = 20 * kNanosPerSecond;  // below the watchdogs: a hang is found as what it is
+
+// The fleet and the rules that hold between its members.
+class Fleet {
+ public:
+  Fleet(World& world, const SimModel& model) : world_(world), model_(model) {
+    for (std::uint32_t r = 0; r < model.options.trainers; ++r) {
+      trainers_.push_back(std::make_unique<SimTrainer>(world, model, readers_, r));
+    }
+    for (std::uint32_t c = 0; c < model.tables->num_consumers; ++c) {
+      workers_.push_back(std::make_unique<SimWorker>(world, model, readers_, c));
+    }
+  }
+
+  bool start() {
+    for (auto& worker : workers_) worker->start();
+    return world_.run_until([&] { return std::all_of(workers_.begin(), workers_.end(), [](auto& w) { return w->ready(); }); },
+                            kSyncLimitNs, "init");
+  }
+
+  bool sync(std::uint64_t sync_id, std::uint64_t version, const std::vector<std::uint32_t>& live) {
+    std::size_t called = 0;
+    for (auto& trainer : trainers_) {  // a training step ends when it ends: the ranks come one after the other
+      world_.later(20 * kNanosPerMilli, [&called, &trainer, sync_id, version, live] {
+        trainer->send_weights(sync_id, version, live);
+        ++called;
+      });
+    }
+    const bool over = world_.run_until(
+        [&] {
+          return called == trainers_.size() && trainers_[0]->outcome() &&
+                 std::all_of(trainers_.begin(), trainers_.end(), [](auto& t) { return t->returned().has_value(); });
+        },
+        kSyncLimitNs, fmt::format("sync {}", sync_id));
+    if (!over) return false;
+    check_after(version, live);
+    return world_.violations().empty();
+  }
+
+  void shutdown() {
+    for (auto& worker : workers_) worker->shutdown();
+    for (auto& trainer : trainers_) trainer->shutdown();
+    for (auto& worker : workers_) {
+      if (worker->machine().in_flight()) world_.broken("a worker shuts down with work in flight");
+    }
+  }
+
+  void count(SimReport& report) const {
+    for (const auto& trainer : trainers_) {
+      report.packs += trainer->producer().packs();
+      report.kept_early += trainer->producer().drops().kept_early;
+      report.peak_resident = std::max(report.peak_resident, trainer->trainer().peak_resident());
+    }
+    for (const auto& worker : workers_) {
+      report.pulls += worker->pulls();
+      report.mapped_chunks += worker->mapped_chunks();
+    }
+  }
+
+ private:
+  void check_after(std::uint64_t version, const std::vector<std::uint32_t>& live) {
+    for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
+      const SimTrainer& trainer = *trainers_[r];
+      if (!trainer.returned()->ok()) world_.broken("send_weights of trainer {}: {}", r, trainer.returned()->to_string());
+      const DropCounters& drops = trainer.producer().drops();
+      if (drops.duplicate_signals + drops.stale_sync + drops.stale_incarnation + drops.not_live + drops.unknown != 0) {
+        world_.broken("trainer {} dropped messages: {} duplicate, {} of old syncs, {} of old lives, {} not live, {} unknown", r,
+                      drops.duplicate_signals, drops.stale_sync, drops.stale_incarnation, drops.not_live, drops.unknown);
+      }
+      if (trainer.trainer().resident() != 0) world_.broken("trainer {} still holds groups after the sync", r);
+      if (trainer.trainer().peak_resident() > model_.options.lookahead + 1) {
+        world_.broken("trainer {} held {} groups, lookahead is {}", r, trainer.trainer().peak_resident(), model_.options.lookahead);
+      }
+    }
+    if (!trainers_[0]->outcome()->status.ok() || !trainers_[0]->outcome()->lost.empty()) {
+      world_.broken("the sync ended with {}", trainers_[0]->outcome()->status.to_string());
+    }
+    for (const std::uint32_t c : live) {
+      const auto held = workers_[c]->machine().version();
+      if (!held.ok()) {
+        world_.broken("{}", held.status().to_string());
+      } else if (*held != version) {
+        world_.broken("worker {} holds version {} after a sync of version {}", c, *held, version);
+      }
+      workers_[c]->verify(version);
+    }
+  }
+
+  World& world_;
+  const SimModel& model_;
+  SlotReaders readers_;
+  std::vector<std::unique_ptr<SimTrainer>> trainers_;
+  std::vector<std::unique_ptr<SimWorker>> workers_;
+};
+
+}  // namespace
+
+std::string_view to_string(Holdings holdings) {
+  switch (holdings) {
+    case Holdings::kEverybody: return "everybody";
+    case Holdings::kStages: return "stages";
+    case Holdings::kRandom: return "random";
+    case Holdings::kRows: return "rows";
+  }
+  return "unknown";
+}
+
+SimOptions SimOptions::draw(std::uint64_t seed) {
+  Random random = Random(seed).fork(9);
+  const auto one_of = [&](std::initializer_list<std::uint32_t> values) {
+    return values.begin()[random.below(values.size())];
+  };
+  SimOptions options;
+  options.trainers = one_of({1, 2, 3, 4});
+  options.tp = one_of({1, 2, 4});
+  options.pp = options.tp == 4 ? 1 : one_of({1, 2});
+  options.replicas = one_of({1, 2});
+  options.ring_depth = one_of({1, 2, 4});
+  options.lookahead = one_of({0, 1, 3});
+  options.layers = one_of({2, 3, 5});
+  options.holdings = static_cast<Holdings>(random.below(4));
+  options.path = random.chance(0.5) ? PathPolicy::kPacked : PathPolicy::kMapped;
+  options.max_chunk_bytes = one_of({0, 256, 512, 1024});
+  options.chunk_split = one_of({1, 1, 3});
+  options.pull_split = one_of({1, 1, 2});
+  options.tied = random.chance(0.3);
+  options.share_slots = random.chance(0.8);
+  options.degraded = options.replicas > 1 && random.chance(0.3);
+  return options;
+}
+
+std::string to_string(const SimOptions& o) {
+  return fmt::format(
+      "trainers={} tp={} pp={} replicas={} ring_depth={} lookahead={} layers={} syncs={} holdings={} path={} max_chunk_bytes={} "
+      "chunk_split={} pull_split={} tied={} share_slots={} degraded={}",
+      o.trainers, o.tp, o.pp, o.replicas, o.ring_depth, o.lookahead, o.layers, o.syncs, to_string(o.holdings),
+      o.path == PathPolicy::kAuto ? "auto" : o.path == PathPolicy::kPacked ? "packed" : "mapped", o.max_chunk_bytes,
+      o.chunk_split, o.pull_split, o.tied, o.share_slots, o.degraded);
+}
+
+SimReport simulate(std::uint64_t seed, const SimOptions& options) {
+  SimReport report;
+  auto model = SimModel::make(options, seed);
+  if (!model.ok()) {
+    report.violations.push_back(fmt::format("no plan: {}", model.status().to_string()));
+    return report;
+  }
+  World world(seed);
+  Fleet fleet(world, *model);
+  const std::uint32_t consumers = model->tables->num_consumers;
+  bool going = fleet.start();
+  for (std::uint64_t sync_id = 1; going && sync_id <= options.syncs; ++sync_id) {
+    std::vector<std::uint32_t> live;
+    const bool leave_out = options.degraded && sync_id % 2 == 0;
+    for (std::uint32_t c = 0; c < consumers - (leave_out ? model->workers_per_replica() : 0); ++c) live.push_back(c);
+    going = fleet.sync(sync_id, 100 + sync_id, live);
+    if (going) ++report.syncs_completed;
+  }
+  if (going) fleet.shutdown();
+  fleet.count(report);
+  report.trace_hash = world.trace_hash();
+  report.events = world.events();
+  report.simulated_ns = world.now_ns();
+  report.violations = world.violations();
+  return report;
+}
+
+}  // namespace shardpull::sim

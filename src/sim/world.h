@@ -1,0 +1,85 @@
+// The simulated world: one clock, one thread, one seeded source of chance, the networks, and what is written down about a run.
+//
+// Everything that takes time is an event at a later instant of the clock; events of one instant run in the order they were
+// made. The same seed gives the same run, event by event: the trace hash says so.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "base/clock.h"
+#include "base/random.h"
+#include "control/sim/sim_control.h"
+#include "transport/sim/sim_transport.h"
+
+namespace shardpull::sim {
+
+// Confined to one thread.
+class World {
+ public:
+  explicit World(std::uint64_t seed);
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  std::int64_t now_ns() const { return clock_.now_ns(); }
+  Random& random() { return random_; }
+  SimNet& net() { return net_; }
+  SimControlNet& control() { return control_; }
+
+  // Runs `step` at a random instant within (0, max_delay_ns] from now.
+  void later(std::int64_t max_delay_ns, std::function<void()> step);
+  // Runs `step` at now + delay_ns.
+  void after(std::int64_t delay_ns, std::function<void()> step);
+  // Work that takes time and may be interleaved with everything else: step(0), ... step(count - 1) at growing instants, then
+  // done().
+  void in_pieces(std::size_t count, std::int64_t max_piece_ns, std::function<void(std::size_t)> step, std::function<void()> done);
+
+  // A transport whose progress is part of the world. Both must outlive every run().
+  void add_transport(Transport& transport, TransportSink& sink) { transports_.emplace_back(&transport, &sink); }
+
+  // Runs events until `over()` is true, a rule was broken, or `limit_ns` of simulated time have passed (a broken rule:
+  // liveness; `what` says what was waited for). True when over() came true.
+  bool run_until(const std::function<bool()>& over, std::int64_t limit_ns, std::string_view what);
+
+  // Writes a step of the run into the trace hash.
+  template <typename... Numbers>
+  void trace(std::string_view what, Numbers... numbers) {
+    mix(static_cast<std::uint64_t>(now_ns()));
+    for (const char c : what) mix(static_cast<std::uint64_t>(c));
+    (mix(static_cast<std::uint64_t>(numbers)), ...);
+  }
+  std::uint64_t trace_hash() const { return hash_; }
+  std::uint64_t events() const { return events_run_; }
+
+  // A rule of the system was broken. The run ends at the first one.
+  template <typename... Args>
+  void broken(fmt::format_string<Args...> format, Args&&... args) {
+    note_broken(fmt::format(format, std::forward<Args>(args)...));
+  }
+  const std::vector<std::string>& violations() const { return violations_; }
+
+ private:
+  void mix(std::uint64_t value) { hash_ = splitmix64(hash_ ^ value); }
+  void note_broken(std::string what);
+  bool step(std::int64_t deadline_ns);
+
+  FakeClock clock_;
+  Random random_;
+  SimNet net_;
+  SimControlNet control_;
+  std::vector<std::pair<Transport*, TransportSink*>> transports_;
+  std::map<std::pair<std::int64_t, std::uint64_t>, std::function<void()>> events_;
+  std::uint64_t next_order_ = 0;
+  std::uint64_t events_run_ = 0;
+  std::uint64_t hash_ = 0;
+  std::vector<std::string> violations_;
+};
+
+}  // namespace shardpull::sim

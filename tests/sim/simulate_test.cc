@@ -1,0 +1,114 @@
+// Whole fleets in one thread: every rule of docs/PROTOCOL.md at once, over random orders and delays.
+#include "sim/simulate.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+namespace shardpull::sim {
+namespace {
+
+void expect_clean(std::uint64_t seed, const SimOptions& options) {
+  const SimReport report = simulate(seed, options);
+  EXPECT_TRUE(report.violations.empty()) << "seed " << seed << ", " << to_string(options) << "\n  " << report.violations.front();
+  EXPECT_EQ(report.syncs_completed, options.syncs);
+  EXPECT_LE(report.peak_resident, options.lookahead + 1);
+}
+
+class Seeds : public testing::TestWithParam<std::uint64_t> {};
+
+// Settings and delays drawn from the seed.
+TEST_P(Seeds, EveryRuleHolds) { expect_clean(GetParam(), SimOptions::draw(GetParam())); }
+
+INSTANTIATE_TEST_SUITE_P(Simulate, Seeds, testing::Range<std::uint64_t>(1, 41));
+
+// Every depth, lookahead and path, whatever the seeds draw.
+TEST(Simulate, EveryDepthLookaheadAndPath) {
+  std::uint64_t seed = 1000;
+  for (const std::uint32_t ring_depth : {1u, 2u, 4u}) {
+    for (const std::uint32_t lookahead : {0u, 1u, 3u}) {
+      for (const PathPolicy path : {PathPolicy::kPacked, PathPolicy::kMapped}) {
+        SimOptions options;
+        options.ring_depth = ring_depth;
+        options.lookahead = lookahead;
+        options.path = path;
+        expect_clean(++seed, options);
+      }
+    }
+  }
+}
+
+TEST(Simulate, TheLargestFleetOfTheFirstKind) {
+  SimOptions options;
+  options.trainers = 4;
+  options.tp = 4;
+  options.replicas = 2;
+  options.ring_depth = 4;
+  options.holdings = Holdings::kRandom;
+  options.path = PathPolicy::kPacked;
+  expect_clean(5, options);
+}
+
+TEST(Simulate, AChunkMayComeFromSeveralProducers) {
+  SimOptions options;
+  options.trainers = 4;
+  options.tp = 2;
+  options.max_chunk_bytes = 0;
+  options.pull_split = 3;
+  for (const PathPolicy path : {PathPolicy::kPacked, PathPolicy::kMapped}) {
+    options.path = path;
+    expect_clean(6, options);
+  }
+}
+
+TEST(Simulate, ReplicasShareOnePackPerChunk) {
+  SimOptions options;
+  options.trainers = 1;
+  options.tp = 2;
+  options.replicas = 3;
+  options.path = PathPolicy::kPacked;
+  const SimReport shared = simulate(7, options);
+  ASSERT_TRUE(shared.violations.empty()) << shared.violations.front();
+  EXPECT_EQ(shared.packs * 3, shared.pulls);
+  options.share_slots = false;
+  const SimReport own = simulate(7, options);
+  ASSERT_TRUE(own.violations.empty()) << own.violations.front();
+  EXPECT_EQ(own.packs, own.pulls);
+}
+
+TEST(Simulate, TheSameSeedIsTheSameRun) {
+  const SimOptions options = SimOptions::draw(3);
+  const SimReport first = simulate(3, options), again = simulate(3, options), other = simulate(4, options);
+  EXPECT_EQ(first.trace_hash, again.trace_hash);
+  EXPECT_EQ(first.events, again.events);
+  EXPECT_EQ(first.simulated_ns, again.simulated_ns);
+  EXPECT_NE(first.trace_hash, other.trace_hash);
+}
+
+// The seeds reach what they are there for.
+TEST(Simulate, TheSeedsCoverTheirSettings) {
+  std::set<std::uint32_t> depths, lookaheads, trainers, workers;
+  std::set<Holdings> holdings;
+  std::set<PathPolicy> paths;
+  std::uint64_t early = 0;
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    const SimOptions options = SimOptions::draw(seed);
+    depths.insert(options.ring_depth);
+    lookaheads.insert(options.lookahead);
+    trainers.insert(options.trainers);
+    workers.insert(options.tp * options.pp * options.replicas);
+    holdings.insert(options.holdings);
+    paths.insert(options.path);
+    if (early == 0) early = simulate(seed, options).kept_early;
+  }
+  EXPECT_EQ(depths.size(), 3u);
+  EXPECT_EQ(lookaheads.size(), 3u);
+  EXPECT_EQ(trainers.size(), 4u);
+  EXPECT_GE(workers.size(), 4u);
+  EXPECT_EQ(holdings.size(), 4u);
+  EXPECT_EQ(paths.size(), 2u);
+  EXPECT_GT(early, 0u) << "messages that come before their sync has begun on a rank";
+}
+
+}  // namespace
+}  // namespace shardpull::sim
