@@ -1,17 +1,17 @@
 // The bake.
 //
 //   begin     the model gets a recorder: its parameters lose their memory, its structure is frozen
-//   run       load_weights over one fake a name; each copy_ and zero_ arrives here as a Write, in program order
-//   resolve   per parameter: padding first, then the writes; a later write cuts an earlier one it overlaps
-//   judge     per module: unattributed copies, uncuttable overlaps, coverage by union
-//   end       the model gets everything back, whatever happened
+//   run       load_weights over one fake a name; each copy_ and zero_ arrives here as a Write, in program
+//   order resolve   per parameter: padding first, then the writes; a later write cuts an earlier one it
+//   overlaps judge     per module: unattributed copies, uncuttable overlaps, coverage by union end       the
+//   model gets everything back, whatever happened
 //
-// A bake of a dynamic language has to look at every parameter afterwards (replaced? rebound? holding a fake?). Here nothing of
-// that can happen: while a model bakes, adding modules or parameters and binding memory are refused, and a Parameter has no
-// place for a tensor.
+// A bake of a dynamic language has to look at every parameter afterwards (replaced? rebound? holding a
+// fake?). Here nothing of that can happen: while a model bakes, adding modules or parameters and binding
+// memory are refused, and a Parameter has no place for a tensor.
 //
-// Attribution: the innermost running Parameter::load names the parameter; a write counts when its destination lies in that
-// parameter's storage.
+// Attribution: the innermost running Parameter::load names the parameter; a write counts when its destination
+// lies in that parameter's storage.
 #include "shardpull/bake.h"
 
 #include <algorithm>
@@ -38,7 +38,9 @@ Status bake_error(std::string message, std::string tensor) {
                 ErrorInfo{.reason = Reason::kBakeFailed, .tensor = std::move(tensor)});
 }
 
-BitWindow bits_of(const ParameterView& view) { return bit_window(view.dtype(), view.offset(), view.shape(), view.stride()); }
+BitWindow bits_of(const ParameterView& view) {
+  return bit_window(view.dtype(), view.offset(), view.shape(), view.stride());
+}
 
 BitWindow bits_of(const Parameter& parameter) {
   return bit_window(parameter.dtype(), 0, parameter.shape(), parameter.stride());
@@ -48,29 +50,46 @@ BitWindow bits_of(const Parameter& parameter) {
 bool lossless(DType from, DType to) {
   struct Number {
     bool real, is_signed;
-    int digits;                    // integers: value bits; reals: significand bits, the hidden one included
+    int digits;                      // integers: value bits; reals: significand bits, the hidden one included
     int min_exponent, max_exponent;  // of the smallest subnormal's and the largest number's leading bit
   };
   const auto number = [](DType dtype) -> std::optional<Number> {
     switch (dtype) {
-      case DType::kBool: return Number{false, false, 1, 0, 0};
-      case DType::kU8: return Number{false, false, 8, 0, 7};
-      case DType::kI8: return Number{false, true, 7, 0, 7};
-      case DType::kU16: return Number{false, false, 16, 0, 15};
-      case DType::kI16: return Number{false, true, 15, 0, 15};
-      case DType::kU32: return Number{false, false, 32, 0, 31};
-      case DType::kI32: return Number{false, true, 31, 0, 31};
-      case DType::kU64: return Number{false, false, 64, 0, 63};
-      case DType::kI64: return Number{false, true, 63, 0, 63};
-      case DType::kF8E5M2: return Number{true, true, 3, -16, 15};
-      case DType::kF8E4M3: return Number{true, true, 4, -9, 8};
-      case DType::kF8E8M0: return Number{true, false, 1, -127, 127};
-      case DType::kF16: return Number{true, true, 11, -24, 15};
-      case DType::kBF16: return Number{true, true, 8, -133, 127};
-      case DType::kF32: return Number{true, true, 24, -149, 127};
-      case DType::kF64: return Number{true, true, 53, -1074, 1023};
+      case DType::kBool:
+        return Number{false, false, 1, 0, 0};
+      case DType::kU8:
+        return Number{false, false, 8, 0, 7};
+      case DType::kI8:
+        return Number{false, true, 7, 0, 7};
+      case DType::kU16:
+        return Number{false, false, 16, 0, 15};
+      case DType::kI16:
+        return Number{false, true, 15, 0, 15};
+      case DType::kU32:
+        return Number{false, false, 32, 0, 31};
+      case DType::kI32:
+        return Number{false, true, 31, 0, 31};
+      case DType::kU64:
+        return Number{false, false, 64, 0, 63};
+      case DType::kI64:
+        return Number{false, true, 63, 0, 63};
+      case DType::kF8E5M2:
+        return Number{true, true, 3, -16, 15};
+      case DType::kF8E4M3:
+        return Number{true, true, 4, -9, 8};
+      case DType::kF8E8M0:
+        return Number{true, false, 1, -127, 127};
+      case DType::kF16:
+        return Number{true, true, 11, -24, 15};
+      case DType::kBF16:
+        return Number{true, true, 8, -133, 127};
+      case DType::kF32:
+        return Number{true, true, 24, -149, 127};
+      case DType::kF64:
+        return Number{true, true, 53, -1074, 1023};
       case DType::kC64:
-      case DType::kF4: return std::nullopt;
+      case DType::kF4:
+        return std::nullopt;
     }
     return std::nullopt;
   };
@@ -112,10 +131,11 @@ Touch touch(const BitWindow& part, const std::vector<BitRun>& runs) {
   return some ? (all ? Touch::kAll : Touch::kSome) : Touch::kNone;
 }
 
-// Appends what is left of `write` once the bits of `runs` belong to somebody else, as boxes: along `dim`, stretches that are
-// free are kept, stretches that are taken are dropped, mixed ones are cut along the next dim. False when single elements
-// would have to be split, or too many pieces are left.
-Result<bool> cut(const Write& write, const std::vector<BitRun>& runs, std::int64_t dim, std::vector<Write>& pieces) {
+// Appends what is left of `write` once the bits of `runs` belong to somebody else, as boxes: along `dim`,
+// stretches that are free are kept, stretches that are taken are dropped, mixed ones are cut along the next
+// dim. False when single elements would have to be split, or too many pieces are left.
+Result<bool> cut(const Write& write, const std::vector<BitRun>& runs, std::int64_t dim,
+                 std::vector<Write>& pieces) {
   const auto dims = static_cast<std::int64_t>(write.destination.shape().size());
   while (dim < dims && write.destination.shape()[static_cast<std::size_t>(dim)] == 1) ++dim;
   if (dim >= dims) return false;
@@ -179,15 +199,16 @@ class BakeRecorder final : public Recorder {
   }
   Status on_zero(const ParameterView& destination) override { return keep(record_fill(destination)); }
 
-  // Ends the recording: handles of this bake's fakes may outlive it, and what they copy is refused from now on.
+  // Ends the recording: handles of this bake's fakes may outlive it, and what they copy is refused from now
+  // on.
   void close() { model_ = nullptr; }
   // Lets go of the recorded tensors, which hold this recorder.
   void release() { writes.clear(); }
 
-  std::vector<Parameter*> parameters;           // the model's, in order
-  std::vector<std::vector<Write>> writes;       // per parameter, in program order
-  std::vector<bool> unattributed;               // per parameter: something wrote into it that cannot be replayed
-  std::vector<std::vector<std::string>> problems;  // per module: why it cannot bake
+  std::vector<Parameter*> parameters;      // the model's, in order
+  std::vector<std::vector<Write>> writes;  // per parameter, in program order
+  std::vector<bool> unattributed;          // per parameter: something wrote into it that cannot be replayed
+  std::vector<std::vector<std::string>> problems;           // per module: why it cannot bake
   std::set<std::pair<std::uint32_t, std::uint32_t>> feeds;  // (name, module)
   std::vector<std::string> conversions;
   Status failure;  // the first write that was refused, even when a loader swallowed the error
@@ -199,16 +220,20 @@ class BakeRecorder final : public Recorder {
   }
 
   std::string loader_text() const {
-    return stamps_->empty() ? "outside any parameter's loader" : "in the loader of " + stamps_->back()->full_name();
+    return stamps_->empty() ? "outside any parameter's loader"
+                            : "in the loader of " + stamps_->back()->full_name();
   }
 
-  // The parameter's index when the write is attributed or can be blamed on a module; an error when its storage is unknown.
+  // The parameter's index when the write is attributed or can be blamed on a module; an error when its
+  // storage is unknown.
   Result<std::uint32_t> place(const ParameterView& destination, const std::string& what) {
-    if (model_ == nullptr) return bake_error(what + " after its bake has ended", destination.parameter().full_name());
+    if (model_ == nullptr)
+      return bake_error(what + " after its bake has ended", destination.parameter().full_name());
     const auto found = index_.find(&destination.parameter());
     if (found == index_.end()) {
-      return bake_error(what + " " + loader_text() + ": the destination belongs to no parameter of the model that bakes",
-                        destination.parameter().full_name());
+      return bake_error(
+          what + " " + loader_text() + ": the destination belongs to no parameter of the model that bakes",
+          destination.parameter().full_name());
     }
     return found->second;
   }
@@ -219,7 +244,8 @@ class BakeRecorder final : public Recorder {
 
   void blame(std::uint32_t parameter, const std::string& what) {
     unattributed[parameter] = true;
-    problems[parameters[parameter]->module().index()].push_back(what + " " + loader_text() + " is not attributed to it");
+    problems[parameters[parameter]->module().index()].push_back(what + " " + loader_text() +
+                                                                " is not attributed to it");
   }
 
   Status record_copy(const Tensor& source, const ParameterView& destination) {
@@ -231,12 +257,15 @@ class BakeRecorder final : public Recorder {
 
     if (source.dtype() != destination.dtype()) {
       const std::string line = source.name() + " " + std::string(dtype_name(source.dtype())) + " -> " +
-                               destination.parameter().full_name() + " " + std::string(dtype_name(destination.dtype()));
+                               destination.parameter().full_name() + " " +
+                               std::string(dtype_name(destination.dtype()));
       const bool widens = lossless(source.dtype(), destination.dtype());
-      if (options_.conversions == ConversionPolicy::kRefuse || (options_.conversions == ConversionPolicy::kWiden && !widens)) {
-        return bake_error("the conversion " + line + (options_.conversions == ConversionPolicy::kRefuse
-                                                          ? " is refused by conversions=refuse"
-                                                          : " loses values and is refused by conversions=widen"),
+      if (options_.conversions == ConversionPolicy::kRefuse ||
+          (options_.conversions == ConversionPolicy::kWiden && !widens)) {
+        return bake_error("the conversion " + line +
+                              (options_.conversions == ConversionPolicy::kRefuse
+                                   ? " is refused by conversions=refuse"
+                                   : " loses values and is refused by conversions=widen"),
                           source.name());
       }
       if (conversion_lines_.insert(line).second) conversions.push_back(line);
@@ -280,7 +309,8 @@ Status prepend_padding(Parameter& parameter, std::vector<Write>& writes) {
       shape.push_back(dim.size);
       stride.push_back(dim.stride);
     }
-    SHARDPULL_ASSIGN_OR_RETURN(const ParameterView view, parameter.data().as_strided(region.offset, shape, stride));
+    SHARDPULL_ASSIGN_OR_RETURN(const ParameterView view,
+                               parameter.data().as_strided(region.offset, shape, stride));
     all.push_back({view, std::nullopt, 0, 0, bits_of(view)});
   }
   if (all.empty()) return {};
@@ -289,7 +319,8 @@ Status prepend_padding(Parameter& parameter, std::vector<Write>& writes) {
   return {};
 }
 
-// Makes the writes of one parameter disjoint by the last-word rule. False, with `why`, when an earlier write cannot be cut.
+// Makes the writes of one parameter disjoint by the last-word rule. False, with `why`, when an earlier write
+// cannot be cut.
 Result<bool> keep_last_words(std::vector<Write>& writes, std::string& why) {
   std::vector<BitWindow> windows;
   windows.reserve(writes.size());
@@ -309,8 +340,9 @@ Result<bool> keep_last_words(std::vector<Write>& writes, std::string& why) {
       if (!runs) runs = runs_of(later.bits);
       SHARDPULL_ASSIGN_OR_RETURN(const bool done, cut(earlier, *runs, 0, next));
       if (!done) {
-        why = (later.source ? later.source->to_string() : std::string("a zero_")) + " into " + later.destination.to_string() +
-              " overwrites a part of " + (earlier.source ? earlier.source->to_string() : std::string("a zero_")) + " into " +
+        why = (later.source ? later.source->to_string() : std::string("a zero_")) + " into " +
+              later.destination.to_string() + " overwrites a part of " +
+              (earlier.source ? earlier.source->to_string() : std::string("a zero_")) + " into " +
               earlier.destination.to_string() + " that cannot be cut out of it";
         return false;
       }
@@ -324,7 +356,8 @@ Result<bool> keep_last_words(std::vector<Write>& writes, std::string& why) {
 
 std::string gap_text(const Parameter& parameter, const BitRun& gap) {
   const std::int64_t first = gap.begin / dtype_bits(parameter.dtype());
-  std::string out = parameter.full_name() + " " + describe(parameter.shape()) + " is not written from element " + std::to_string(first);
+  std::string out = parameter.full_name() + " " + describe(parameter.shape()) +
+                    " is not written from element " + std::to_string(first);
   if (parameter.shape().size() > 1 && parameter.stride()[0] > 0) {
     out += " (row " + std::to_string(first / parameter.stride()[0]) + ")";
   }
@@ -332,7 +365,8 @@ std::string gap_text(const Parameter& parameter, const BitRun& gap) {
 }
 
 // ", which N, M, ... would feed: the source lacks M" for a parameter that is not covered.
-std::string sources_text(const Model& model, const Parameter& parameter, const std::set<std::string, std::less<>>& names) {
+std::string sources_text(const Model& model, const Parameter& parameter,
+                         const std::set<std::string, std::less<>>& names) {
   std::vector<std::string> missing;
   for (std::string& source : model.sources_of(parameter)) {
     if (!names.contains(source)) missing.push_back(std::move(source));
@@ -341,7 +375,8 @@ std::string sources_text(const Model& model, const Parameter& parameter, const s
 }
 
 Destination destination_of(const Write& write, std::uint32_t parameter) {
-  return {parameter, write.destination.dtype(), write.destination.offset(), write.destination.shape(), write.destination.stride()};
+  return {parameter, write.destination.dtype(), write.destination.offset(), write.destination.shape(),
+          write.destination.stride()};
 }
 
 // Turns what the recorder saw into a Recording, or into the error that says why there is none.
@@ -357,14 +392,16 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
   std::vector<std::string> unfed;  // parameters that nothing feeds, in modules that nothing feeds
   std::string first_unfed;
   for (const auto& module : model.modules()) {
-    recording.modules.push_back({module->name(), module->type(), false, static_cast<bool>(module->post_process())});
+    recording.modules.push_back(
+        {module->name(), module->type(), false, static_cast<bool>(module->post_process())});
   }
   std::vector<bool> written(model.modules().size(), false);
   for (std::uint32_t p = 0; p < recorder.parameters.size(); ++p) {
     Parameter& parameter = *recorder.parameters[p];
     const std::uint32_t module = parameter.module().index();
     std::vector<std::string>& problems = recorder.problems[module];
-    recording.parameters.push_back({module, parameter.name(), parameter.dtype(), parameter.shape(), parameter.stride()});
+    recording.parameters.push_back(
+        {module, parameter.name(), parameter.dtype(), parameter.shape(), parameter.stride()});
 
     std::vector<Write>& writes = recorder.writes[p];
     if (parameter.optional() && writes.empty()) continue;  // a buffer that nothing feeds is left alone
@@ -433,20 +470,24 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
 
   std::vector<std::string> errors;
   if (!unexplained.empty()) {
-    errors.push_back(std::to_string(unexplained.size()) + " name(s) feed nothing and the model cannot explain them: " +
-                     describe_list(unexplained));
+    errors.push_back(
+        std::to_string(unexplained.size()) +
+        " name(s) feed nothing and the model cannot explain them: " + describe_list(unexplained));
   }
   if (!unfed.empty()) errors.push_back("no source feeds " + describe_list(unfed, "; "));
   if (!homeless.empty()) errors.push_back(describe_list(homeless, "; "));
   if (!unbaked.empty() && options.unbaked == UnbakedPolicy::kStrict) {
-    errors.push_back(std::to_string(unbaked.size()) + " live name(s) did not bake (unbaked=strict): " + describe_list(unbaked) +
-                     ". Why: " + describe_list(reasons, "; "));
+    errors.push_back(std::to_string(unbaked.size()) + " live name(s) did not bake (unbaked=strict): " +
+                     describe_list(unbaked) + ". Why: " + describe_list(reasons, "; "));
   }
-  if (!errors.empty()) return bake_error("the bake failed: " + describe_list(errors, ". "), first_name.empty() ? first_unfed : first_name);
+  if (!errors.empty())
+    return bake_error("the bake failed: " + describe_list(errors, ". "),
+                      first_name.empty() ? first_unfed : first_name);
 
   // Windows.
   for (const auto& module : model.modules()) {
-    recording.modules[module->index()].baked = written[module->index()] && recorder.problems[module->index()].empty();
+    recording.modules[module->index()].baked =
+        written[module->index()] && recorder.problems[module->index()].empty();
   }
   std::vector<std::pair<const Write*, std::uint32_t>> copies;
   for (std::uint32_t p = 0; p < recorder.parameters.size(); ++p) {
@@ -459,11 +500,13 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
       }
     }
   }
-  std::stable_sort(copies.begin(), copies.end(), [](const auto& a, const auto& b) { return a.first->order < b.first->order; });
+  std::stable_sort(copies.begin(), copies.end(),
+                   [](const auto& a, const auto& b) { return a.first->order < b.first->order; });
   for (const auto& [write, p] : copies) {
     SHARDPULL_ASSIGN_OR_RETURN(Slice slice, write->source->slice());
-    recording.scatters.push_back({write->name, write->source->dtype(), std::move(slice), write->source->shape(),
-                                  to_string(write->source->chain()), destination_of(*write, p)});
+    recording.scatters.push_back({write->name, write->source->dtype(), std::move(slice),
+                                  write->source->shape(), to_string(write->source->chain()),
+                                  destination_of(*write, p)});
   }
   recording.conversions = std::move(recorder.conversions);
   return recording;
@@ -491,11 +534,13 @@ class BakeSession {
 
 Result<Recording> bake(Model& model, const std::vector<TensorMeta>& metadata, const BakeOptions& options) {
   if (model.baking() || BakeSession::loading(model)) {
-    return Status(StatusCode::kFailedPrecondition, "the model bakes or loads already", ErrorInfo{.reason = Reason::kWrongState});
+    return Status(StatusCode::kFailedPrecondition, "the model bakes or loads already",
+                  ErrorInfo{.reason = Reason::kWrongState});
   }
   std::set<std::string_view> seen;
   for (const TensorMeta& meta : metadata) {
-    if (!seen.insert(meta.name).second) return bake_error("the metadata has the name " + meta.name + " twice", meta.name);
+    if (!seen.insert(meta.name).second)
+      return bake_error("the metadata has the name " + meta.name + " twice", meta.name);
   }
 
   const auto recorder = std::make_shared<BakeRecorder>(model, metadata, options, BakeSession::stamps(model));
@@ -532,7 +577,8 @@ Status load_eagerly(Model& model, const std::vector<NamedTensor>& weights) {
           shape.push_back(dim.size);
           stride.push_back(dim.stride);
         }
-        SHARDPULL_ASSIGN_OR_RETURN(const ParameterView view, parameter->data().as_strided(region.offset, shape, stride));
+        SHARDPULL_ASSIGN_OR_RETURN(const ParameterView view,
+                                   parameter->data().as_strided(region.offset, shape, stride));
         SHARDPULL_RETURN_IF_ERROR(view.zero_());
       }
     }

@@ -10,7 +10,8 @@
 namespace shardpull {
 namespace {
 
-std::vector<TensorMeta> metas(std::vector<std::string> names, std::vector<std::int64_t> shape, DType dtype = DType::kF32) {
+std::vector<TensorMeta> metas(std::vector<std::string> names, std::vector<std::int64_t> shape,
+                              DType dtype = DType::kF32) {
   std::vector<TensorMeta> out;
   for (std::string& name : names) out.push_back({std::move(name), dtype, shape});
   return out;
@@ -27,14 +28,18 @@ void expect_untouched(TableModel& model, const std::vector<std::byte>& before, P
 TEST(Bake, RecordsSliceDestinationAndNames) {
   TableModel model;
   Module& module = model.module("fc", "Linear");
-  Parameter* const p = must(module.add_parameter("weight", DType::kBF16, {4, 3}, [](Parameter& target, const Tensor& loaded, const std::string& shard) -> Status {
-    return must(target.data().narrow(0, shard == "1" ? 2 : 0, 2)).copy_(must(must(loaded.narrow(0, 4, 2)).narrow(1, 0, 3)));
-  }));
+  Parameter* const p = must(
+      module.add_parameter("weight", DType::kBF16, {4, 3},
+                           [](Parameter& target, const Tensor& loaded, const std::string& shard) -> Status {
+                             return must(target.data().narrow(0, shard == "1" ? 2 : 0, 2))
+                                 .copy_(must(must(loaded.narrow(0, 4, 2)).narrow(1, 0, 3)));
+                           }));
   module.set_post_process([](Module&, const std::vector<std::byte*>&) { return Status(); });
   model.feed("b", p, "1");
   model.feed("a", p, "0");
   model.unused["z"] = "other stage";
-  const Recording r = must(bake(model, {{"z", DType::kF32, {1}}, {"b", DType::kBF16, {8, 3}}, {"a", DType::kBF16, {8, 3}}}));
+  const Recording r =
+      must(bake(model, {{"z", DType::kF32, {1}}, {"b", DType::kBF16, {8, 3}}, {"a", DType::kBF16, {8, 3}}}));
   ASSERT_EQ(r.scatters.size(), 2u);
   EXPECT_EQ(r.scatters[0].name, 1u);
   EXPECT_EQ(r.scatters[0].wire_dtype, DType::kBF16);
@@ -56,55 +61,63 @@ TEST(Bake, RecordsSliceDestinationAndNames) {
 TEST(Bake, LoaderErrorRestoresTheModel) {
   TableModel model;
   Module& module = model.module("fc");
-  Parameter* const inner = must(module.add_parameter("inner", DType::kF32, {4}, [](Parameter&, const Tensor& loaded, const std::string&) -> Status {
-    return loaded.narrow(0, 2, 9).status();
-  }));
-  Parameter* const outer = must(module.add_parameter("outer", DType::kF32, {4}, [inner](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
-    EXPECT_EQ(target.memory(), nullptr) << "stand-ins have no storage";
-    return inner->load(loaded);
-  }));
+  Parameter* const inner = must(module.add_parameter(
+      "inner", DType::kF32, {4}, [](Parameter&, const Tensor& loaded, const std::string&) -> Status {
+        return loaded.narrow(0, 2, 9).status();
+      }));
+  Parameter* const outer = must(
+      module.add_parameter("outer", DType::kF32, {4},
+                           [inner](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
+                             EXPECT_EQ(target.memory(), nullptr) << "stand-ins have no storage";
+                             return inner->load(loaded);
+                           }));
   model.feed("x", outer);
   ASSERT_OK(model.materialise(std::byte{0xCD}, 64));
   const auto before = bytes_of_parameter(model, "fc", "outer");
-  EXPECT_TRUE(fails_with(bake(model, metas({"x"}, {4})), {"bake", "loading x into fc.outer", "loading x into fc.inner", "narrow"}));
+  EXPECT_TRUE(fails_with(bake(model, metas({"x"}, {4})),
+                         {"bake", "loading x into fc.outer", "loading x into fc.inner", "narrow"}));
   expect_untouched(model, before, *outer);
   EXPECT_TRUE(fails_with(bake(model, metas({"x"}, {4})), {"narrow"})) << "and again";
 }
 
-// Stamps nest, and leaving one restores the attribution before it, also after an error the outer loader swallowed.
+// Stamps nest, and leaving one restores the attribution before it, also after an error the outer loader
+// swallowed.
 TEST(Bake, StampsNest) {
   TableModel model;
   Module& module = model.module("fc");
   Parameter* const inner = must(module.add_parameter("inner", DType::kF32, {2}));
-  Parameter* const failing = must(module.add_buffer("failing", DType::kF32, {2}, {}, [](Parameter&, const Tensor& loaded, const std::string&) -> Status {
-    return loaded.select(0, 99).status();
-  }));
-  Parameter* const outer = must(module.add_parameter("outer", DType::kF32, {4}, [=](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
-    const Status first = must(target.data().narrow(0, 0, 2)).copy_(must(loaded.narrow(0, 0, 2)));
-    if (!first.ok()) return first;
-    const Status nested = inner->load(must(loaded.narrow(0, 1, 2)));
-    if (!nested.ok()) return nested;
-    failing->load(loaded).ignore();
-    return must(target.data().narrow(0, 2, 2)).copy_(must(loaded.narrow(0, 2, 2)));
-  }));
+  Parameter* const failing = must(module.add_buffer(
+      "failing", DType::kF32, {2}, {}, [](Parameter&, const Tensor& loaded, const std::string&) -> Status {
+        return loaded.select(0, 99).status();
+      }));
+  Parameter* const outer = must(module.add_parameter(
+      "outer", DType::kF32, {4}, [=](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
+        const Status first = must(target.data().narrow(0, 0, 2)).copy_(must(loaded.narrow(0, 0, 2)));
+        if (!first.ok()) return first;
+        const Status nested = inner->load(must(loaded.narrow(0, 1, 2)));
+        if (!nested.ok()) return nested;
+        failing->load(loaded).ignore();
+        return must(target.data().narrow(0, 2, 2)).copy_(must(loaded.narrow(0, 2, 2)));
+      }));
   model.feed("x", outer);
   const Recording r = must(bake(model, metas({"x"}, {4})));
   EXPECT_EQ(r.scatters.size(), 3u);
   EXPECT_TRUE(r.modules[0].baked);
 }
 
-// A copy outside any loader, or into a parameter whose loader does not run, belongs to nobody: its module is not baked and
-// strict refuses, naming tensor, chain and loader.
+// A copy outside any loader, or into a parameter whose loader does not run, belongs to nobody: its module is
+// not baked and strict refuses, naming tensor, chain and loader.
 TEST(Bake, UnattributedCopies) {
   for (const bool in_other_loader : {false, true}) {
     TableModel model;
     Module& a = model.module("a");
     Module& b = model.module("b");
     Parameter* const target = must(a.add_parameter("weight", DType::kF32, {4}));
-    Parameter* const other = must(b.add_parameter("weight", DType::kF32, {4}, [=](Parameter& self, const Tensor& loaded, const std::string&) -> Status {
-      const Status status = target->data().copy_(must(loaded.view({4})));
-      return status.ok() ? self.data().copy_(loaded) : status;
-    }));
+    Parameter* const other = must(b.add_parameter(
+        "weight", DType::kF32, {4}, [=](Parameter& self, const Tensor& loaded, const std::string&) -> Status {
+          const Status status = target->data().copy_(must(loaded.view({4})));
+          return status.ok() ? self.data().copy_(loaded) : status;
+        }));
     if (in_other_loader) {
       model.feed("x", other);
     } else {
@@ -120,7 +133,8 @@ TEST(Bake, UnattributedCopies) {
     const auto refused = bake(model, metas({"x"}, {4}));
     EXPECT_TRUE(fails_with(refused, {"x.view(4)", "a.weight", "in the loader of b.weight", "strict"}));
     const Recording r = must(bake(model, metas({"x"}, {4}), {.unbaked = UnbakedPolicy::kFallback}));
-    EXPECT_EQ(r.unbaked, (std::vector<std::uint32_t>{0})) << "judged per (name, module), although x baked in b";
+    EXPECT_EQ(r.unbaked, (std::vector<std::uint32_t>{0}))
+        << "judged per (name, module), although x baked in b";
     EXPECT_FALSE(r.modules[0].baked);
     EXPECT_TRUE(r.modules[1].baked);
     ASSERT_EQ(r.scatters.size(), 1u);
@@ -136,15 +150,17 @@ TEST(Bake, ForeignParameterFailsTheBake) {
     theirs->load(loaded).ignore();  // a swallowed error is not forgotten
     return mine->load(loaded);
   };
-  EXPECT_TRUE(fails_with(bake(model, metas({"x"}, {4}), {.unbaked = UnbakedPolicy::kFallback}), {"s.weight", "no parameter of the model"}));
+  EXPECT_TRUE(fails_with(bake(model, metas({"x"}, {4}), {.unbaked = UnbakedPolicy::kFallback}),
+                         {"s.weight", "no parameter of the model"}));
 }
 
 // Two names that write the same half count once: the other half is missing.
 TEST(Bake, CoverageIsTheUnion) {
   TableModel model;
-  Parameter* const p = must(model.module("fc").add_parameter("weight", DType::kF32, {8}, [](Parameter& target, const Tensor& loaded, const std::string&) {
-    return must(target.data().narrow(0, 0, 4)).copy_(loaded);
-  }));
+  Parameter* const p = must(model.module("fc").add_parameter(
+      "weight", DType::kF32, {8}, [](Parameter& target, const Tensor& loaded, const std::string&) {
+        return must(target.data().narrow(0, 0, 4)).copy_(loaded);
+      }));
   model.feed("x", p);
   model.feed("y", p);
   EXPECT_TRUE(fails_with(bake(model, metas({"x", "y"}, {4})), {"fc", "from element 4", "strict", "x", "y"}));
@@ -161,7 +177,8 @@ TEST(Bake, UnfedParametersAreLoud) {
   must(model.module("b").add_parameter("weight", DType::kF32, {4}));
   must(model.module("c").add_buffer("ids", DType::kI64, {4}));
   model.feed("x", a);
-  EXPECT_TRUE(fails_with(bake(model, metas({"x"}, {4}), {.unbaked = UnbakedPolicy::kFallback}), {"no source feeds", "b.weight"}));
+  EXPECT_TRUE(fails_with(bake(model, metas({"x"}, {4}), {.unbaked = UnbakedPolicy::kFallback}),
+                         {"no source feeds", "b.weight"}));
   TableModel fine;
   fine.feed("x", must(fine.module("a").add_parameter("weight", DType::kF32, {4})));
   must(fine.module("c").add_buffer("ids", DType::kI64, {4}));
@@ -201,11 +218,13 @@ TEST(Bake, PaddingAndFills) {
   for (const bool declared : {true, false}) {
     TableModel model;
     Module& module = model.module("embed");
-    Parameter* const p = must(module.add_parameter("weight", DType::kBF16, {8, 2}, [=](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
-      const Status status = must(target.data().narrow(0, 0, 5)).copy_(loaded);
-      if (!status.ok() || declared) return status;
-      return must(target.data().narrow(0, 5, 3)).zero_();
-    }));
+    Parameter* const p =
+        must(module.add_parameter("weight", DType::kBF16, {8, 2},
+                                  [=](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
+                                    const Status status = must(target.data().narrow(0, 0, 5)).copy_(loaded);
+                                    if (!status.ok() || declared) return status;
+                                    return must(target.data().narrow(0, 5, 3)).zero_();
+                                  }));
     if (declared) ASSERT_OK(module.declare_padding_rows("weight", 5, 8));
     model.feed("x", p);
     const Recording r = must(bake(model, metas({"x"}, {5, 2}, DType::kBF16)));
@@ -229,11 +248,13 @@ TEST(Bake, FillsWithoutCopies) {
 // The loader zeroes everything first and then writes a part: the fill is cut around the copy.
 TEST(Bake, LaterCopyCutsEarlierFill) {
   TableModel model;
-  Parameter* const p = must(model.module("m").add_parameter("weight", DType::kF32, {6, 4}, [](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
-    const Status status = target.data().zero_();
-    if (!status.ok()) return status;
-    return must(must(target.data().narrow(0, 2, 2)).narrow(1, 1, 2)).copy_(loaded);
-  }));
+  Parameter* const p = must(model.module("m").add_parameter(
+      "weight", DType::kF32, {6, 4},
+      [](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
+        const Status status = target.data().zero_();
+        if (!status.ok()) return status;
+        return must(must(target.data().narrow(0, 2, 2)).narrow(1, 1, 2)).copy_(loaded);
+      }));
   model.feed("x", p);
   const Recording r = must(bake(model, metas({"x"}, {2, 2})));
   ASSERT_EQ(r.scatters.size(), 1u);
@@ -255,10 +276,12 @@ TEST(Bake, LaterCopyCutsEarlierFill) {
 // A zero_ after a copy has the last word: the copy is cut, source and destination alike.
 TEST(Bake, LaterFillCutsEarlierCopy) {
   TableModel model;
-  Parameter* const p = must(model.module("m").add_parameter("weight", DType::kBF16, {8, 3}, [](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
-    const Status status = target.data().copy_(loaded);
-    return status.ok() ? must(target.data().narrow(0, 5, 3)).zero_() : status;
-  }));
+  Parameter* const p = must(model.module("m").add_parameter(
+      "weight", DType::kBF16, {8, 3},
+      [](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
+        const Status status = target.data().copy_(loaded);
+        return status.ok() ? must(target.data().narrow(0, 5, 3)).zero_() : status;
+      }));
   model.feed("x", p);
   const Recording r = must(bake(model, metas({"x"}, {8, 3}, DType::kBF16)));
   ASSERT_EQ(r.scatters.size(), 1u);
@@ -271,9 +294,13 @@ TEST(Bake, LaterFillCutsEarlierCopy) {
 TEST(Bake, OverlappingCopiesKeepTheLastWord) {
   for (const std::int64_t dim : {0, 1}) {
     TableModel model;
-    Parameter* const p = must(model.module("m").add_parameter("weight", DType::kF32, {6, 6}, [dim](Parameter& target, const Tensor& loaded, const std::string& shard) -> Status {
-      return shard == "whole" ? target.data().copy_(loaded) : must(target.data().narrow(dim, 2, 2)).copy_(must(loaded.narrow(dim, 0, 2)));
-    }));
+    Parameter* const p = must(model.module("m").add_parameter(
+        "weight", DType::kF32, {6, 6},
+        [dim](Parameter& target, const Tensor& loaded, const std::string& shard) -> Status {
+          return shard == "whole"
+                     ? target.data().copy_(loaded)
+                     : must(target.data().narrow(dim, 2, 2)).copy_(must(loaded.narrow(dim, 0, 2)));
+        }));
     model.feed("a", p, "whole");
     model.feed("b", p, "part");
     Weights weights(metas({"a", "b"}, {6, 6}));
@@ -302,12 +329,17 @@ TEST(Bake, OverwrittenCopyIsDropped) {
 // Overlaps that cannot be cut into boxes keep the module from baking.
 TEST(Bake, UncuttableOverlap) {
   TableModel model;
-  Parameter* const p = must(model.module("m").add_parameter("weight", DType::kF32, {128, 128}, [](Parameter& target, const Tensor& loaded, const std::string& shard) -> Status {
-    return shard == "whole" ? target.data().copy_(loaded) : must(target.data().as_strided(0, {128}, {129})).copy_(must(loaded.select(0, 0)));
-  }));
+  Parameter* const p = must(model.module("m").add_parameter(
+      "weight", DType::kF32, {128, 128},
+      [](Parameter& target, const Tensor& loaded, const std::string& shard) -> Status {
+        return shard == "whole"
+                   ? target.data().copy_(loaded)
+                   : must(target.data().as_strided(0, {128}, {129})).copy_(must(loaded.select(0, 0)));
+      }));
   model.feed("a", p, "whole");
   model.feed("diagonal", p, "diagonal");
-  EXPECT_TRUE(fails_with(bake(model, metas({"a", "diagonal"}, {128, 128})), {"overwrites a part", "a F32", "strict"}));
+  EXPECT_TRUE(fails_with(bake(model, metas({"a", "diagonal"}, {128, 128})),
+                         {"overwrites a part", "a F32", "strict"}));
 }
 
 // Random writes into a matrix: recording and eager load leave the same bytes, whatever overlaps what.
@@ -336,19 +368,23 @@ TEST(Bake, RandomWritesReplayLikeTheLoader) {
       boxes.push_back(box);
     }
     TableModel model;
-    Parameter* const p = must(model.module("m").add_parameter("weight", DType::kBF16, {7, 9}, [boxes](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
-      for (const Box& box : boxes) {
-        ParameterView window = must(must(target.data().narrow(0, box.r0, box.rn)).narrow(1, box.c0, box.cn));
-        Tensor source = must(must(loaded.narrow(0, 7 - box.rn - box.r0, box.rn)).narrow(1, 9 - box.cn - box.c0, box.cn));
-        if (box.transposed) {
-          window = must(window.transpose(0, 1));
-          source = must(source.t());
-        }
-        const Status status = box.zero ? window.zero_() : window.copy_(source);
-        if (!status.ok()) return status;
-      }
-      return {};
-    }));
+    Parameter* const p = must(model.module("m").add_parameter(
+        "weight", DType::kBF16, {7, 9},
+        [boxes](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
+          for (const Box& box : boxes) {
+            ParameterView window =
+                must(must(target.data().narrow(0, box.r0, box.rn)).narrow(1, box.c0, box.cn));
+            Tensor source = must(
+                must(loaded.narrow(0, 7 - box.rn - box.r0, box.rn)).narrow(1, 9 - box.cn - box.c0, box.cn));
+            if (box.transposed) {
+              window = must(window.transpose(0, 1));
+              source = must(source.t());
+            }
+            const Status status = box.zero ? window.zero_() : window.copy_(source);
+            if (!status.ok()) return status;
+          }
+          return {};
+        }));
     model.feed("x", p);
     model.unused["x"] = "it may be all zeros";
     Weights weights(metas({"x"}, {7, 9}, DType::kBF16));
@@ -369,9 +405,10 @@ TEST(Bake, RandomWritesReplayLikeTheLoader) {
 TEST(Bake, EmptySlices) {
   TableModel model;
   Module& module = model.module("embed");
-  Parameter* const p = must(module.add_parameter("weight", DType::kF32, {4, 2}, [](Parameter& target, const Tensor& loaded, const std::string&) {
-    return must(target.data().narrow(0, 0, 0)).copy_(must(loaded.narrow(0, 3, 0)));
-  }));
+  Parameter* const p = must(module.add_parameter(
+      "weight", DType::kF32, {4, 2}, [](Parameter& target, const Tensor& loaded, const std::string&) {
+        return must(target.data().narrow(0, 0, 0)).copy_(must(loaded.narrow(0, 3, 0)));
+      }));
   ASSERT_OK(module.declare_padding_rows("weight", 0, 4));
   model.feed("x", p);
   const Recording r = must(bake(model, metas({"x"}, {3, 2})));
@@ -393,22 +430,28 @@ TEST(Bake, ConversionPolicies) {
   EXPECT_EQ(r.conversions, (std::vector<std::string>{"x F32 -> m.weight BF16"}));
   EXPECT_EQ(r.scatters[0].wire_dtype, DType::kF32);
   EXPECT_EQ(r.scatters[0].destination.dtype, DType::kBF16);
-  EXPECT_TRUE(fails_with(bake(*narrowing, metas({"x"}, {4}), {.conversions = ConversionPolicy::kWiden}), {"x F32 -> m.weight BF16", "widen"}));
-  EXPECT_TRUE(fails_with(bake(*narrowing, metas({"x"}, {4}), {.conversions = ConversionPolicy::kRefuse}), {"x F32", "refuse"}));
+  EXPECT_TRUE(fails_with(bake(*narrowing, metas({"x"}, {4}), {.conversions = ConversionPolicy::kWiden}),
+                         {"x F32 -> m.weight BF16", "widen"}));
+  EXPECT_TRUE(fails_with(bake(*narrowing, metas({"x"}, {4}), {.conversions = ConversionPolicy::kRefuse}),
+                         {"x F32", "refuse"}));
   const auto widening = model_of(DType::kF32);
   EXPECT_OK(bake(*widening, metas({"x"}, {4}, DType::kBF16), {.conversions = ConversionPolicy::kWiden}));
-  EXPECT_TRUE(fails_with(bake(*widening, metas({"x"}, {4}, DType::kI32), {.conversions = ConversionPolicy::kWiden}), {"widen"}));
+  EXPECT_TRUE(fails_with(
+      bake(*widening, metas({"x"}, {4}, DType::kI32), {.conversions = ConversionPolicy::kWiden}), {"widen"}));
   EXPECT_OK(bake(*widening, metas({"x"}, {4}, DType::kI16), {.conversions = ConversionPolicy::kWiden}));
   EXPECT_OK(bake(*widening, metas({"x"}, {4}), {.conversions = ConversionPolicy::kRefuse}));
-  EXPECT_TRUE(fails_with(bake(*model_of(DType::kBF16), metas({"x"}, {4}, DType::kF16), {.conversions = ConversionPolicy::kWiden}), {"F16"}));
+  EXPECT_TRUE(fails_with(bake(*model_of(DType::kBF16), metas({"x"}, {4}, DType::kF16),
+                              {.conversions = ConversionPolicy::kWiden}),
+                         {"F16"}));
 }
 
 // A write through a view of another dtype is recorded in that view's elements and replayed through it.
 TEST(Bake, ViewOfDtypeAsDestination) {
   TableModel model;
-  Parameter* const p = must(model.module("m").add_parameter("packed", DType::kU8, {4, 8}, [](Parameter& target, const Tensor& loaded, const std::string&) {
-    return must(target.data().view(DType::kBF16)).copy_(must(loaded.view(DType::kBF16)));
-  }));
+  Parameter* const p = must(model.module("m").add_parameter(
+      "packed", DType::kU8, {4, 8}, [](Parameter& target, const Tensor& loaded, const std::string&) {
+        return must(target.data().view(DType::kBF16)).copy_(must(loaded.view(DType::kBF16)));
+      }));
   model.feed("x", p);
   const Recording r = must(bake(model, metas({"x"}, {4, 2})));
   ASSERT_EQ(r.scatters.size(), 1u);
@@ -428,17 +471,25 @@ TEST(Bake, ForbiddenDuringAndAfter) {
   model.rules["x"] = [&](const Tensor& loaded) -> Status {
     kept = loaded;
     switch (step) {
-      case 0: return p->data().copy_(must(Tensor::real("r", DType::kU8, {4}, data.data())));
-      case 1: return module.add_parameter("late", DType::kU8, {4}).status();
-      case 2: return p->bind(nullptr, 0);
-      case 3: return bake(model, {}).status();
-      case 4: return model.add_module("late", "Module").status();
-      default: return p->load(loaded);
+      case 0:
+        return p->data().copy_(must(Tensor::real("r", DType::kU8, {4}, data.data())));
+      case 1:
+        return module.add_parameter("late", DType::kU8, {4}).status();
+      case 2:
+        return p->bind(nullptr, 0);
+      case 3:
+        return bake(model, {}).status();
+      case 4:
+        return model.add_module("late", "Module").status();
+      default:
+        return p->load(loaded);
     }
   };
   const std::vector<std::string> expected{"real tensor", "bakes", "bakes", "already", "bakes"};
   for (step = 0; step < 5; ++step) {
-    EXPECT_TRUE(fails_with(bake(model, metas({"x"}, {4}, DType::kU8)), {expected[static_cast<std::size_t>(step)]})) << step;
+    EXPECT_TRUE(
+        fails_with(bake(model, metas({"x"}, {4}, DType::kU8)), {expected[static_cast<std::size_t>(step)]}))
+        << step;
   }
   EXPECT_OK(bake(model, metas({"x"}, {4}, DType::kU8)));
   EXPECT_TRUE(fails_with(p->load(*kept), {"after its bake"}));
@@ -461,9 +512,10 @@ TEST(Bake, AliasesAreCoveredOnce) {
 
 TEST(Bake, LargeColumnSliceIsQuick) {
   TableModel model;
-  Parameter* const p = must(model.module("m").add_parameter("weight", DType::kBF16, {200000, 4}, [](Parameter& target, const Tensor& loaded, const std::string&) {
-    return target.data().copy_(must(loaded.narrow(1, 0, 4)));
-  }));
+  Parameter* const p = must(model.module("m").add_parameter(
+      "weight", DType::kBF16, {200000, 4}, [](Parameter& target, const Tensor& loaded, const std::string&) {
+        return target.data().copy_(must(loaded.narrow(1, 0, 4)));
+      }));
   model.feed("x", p);
   const Recording r = must(bake(model, metas({"x"}, {200000, 8}, DType::kBF16)));
   ASSERT_EQ(r.scatters.size(), 1u);
@@ -476,9 +528,11 @@ TEST(Bake, InterleavedColumns) {
   const auto half = [](std::int64_t first) {
     return std::vector<IndexItem>{IndexEllipsis{}, IndexSlice{first, std::nullopt, 2}};
   };
-  Parameter* const p = must(model.module("m").add_parameter("weight", DType::kBF16, {1024, 2048}, [=](Parameter& target, const Tensor& loaded, const std::string& shard) {
-    return must(target.data().index(half(shard == "gate" ? 0 : 1))).copy_(loaded);
-  }));
+  Parameter* const p = must(model.module("m").add_parameter(
+      "weight", DType::kBF16, {1024, 2048},
+      [=](Parameter& target, const Tensor& loaded, const std::string& shard) {
+        return must(target.data().index(half(shard == "gate" ? 0 : 1))).copy_(loaded);
+      }));
   model.feed("gate", p, "gate");
   model.feed("up", p, "up");
   const Recording r = must(bake(model, metas({"gate", "up"}, {1024, 1024}, DType::kBF16)));

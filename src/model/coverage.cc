@@ -155,7 +155,9 @@ std::int64_t BitWindow::run_count() const {
   return count;
 }
 
-std::int64_t BitWindow::size() const { return run_count() * run; }
+std::int64_t BitWindow::size() const {
+  return run_count() * run;
+}
 
 std::int64_t BitWindow::end() const {
   if (empty()) return offset;
@@ -178,8 +180,10 @@ BitWindow bit_window(DType dtype, std::int64_t offset, const std::vector<std::in
     }
     if (shape[d] > 1) window.dims.push_back({shape[d], stride[d] * bits});
   }
-  std::stable_sort(window.dims.begin(), window.dims.end(), [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
-  // Innermost first: a dim that continues the run lengthens it; one that continues its inner neighbour joins it.
+  std::stable_sort(window.dims.begin(), window.dims.end(),
+                   [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
+  // Innermost first: a dim that continues the run lengthens it; one that continues its inner neighbour joins
+  // it.
   std::vector<Dim> merged;  // innermost first
   bool certain = true;      // no two elements can share a bit as far as strides tell
   std::int64_t reach = window.run;
@@ -196,8 +200,8 @@ BitWindow bit_window(DType dtype, std::int64_t offset, const std::vector<std::in
   }
   window.dims.assign(merged.rbegin(), merged.rend());
   if (!certain) {
-    window.self_overlapping =
-        window.run_count() > kMaxSortedRuns ? !windows_disjoint_by_bitmap({window}) : !windows_disjoint_by_runs({window});
+    window.self_overlapping = window.run_count() > kMaxSortedRuns ? !windows_disjoint_by_bitmap({window})
+                                                                  : !windows_disjoint_by_runs({window});
   }
   return window;
 }
@@ -210,9 +214,13 @@ std::vector<BitRun> runs_of(const BitWindow& window) {
   return runs;
 }
 
-bool intersects(const BitWindow& a, const BitWindow& b) { return spans_touch(a, b) && !disjoint({a, b}); }
+bool intersects(const BitWindow& a, const BitWindow& b) {
+  return spans_touch(a, b) && !disjoint({a, b});
+}
 
-bool contains(const BitWindow& outer, const BitWindow& inner) { return !first_gap(inner, {outer}); }
+bool contains(const BitWindow& outer, const BitWindow& inner) {
+  return !first_gap(inner, {outer});
+}
 
 std::vector<BitRun> difference(const BitWindow& a, const BitWindow& b) {
   if (a.empty()) return {};
@@ -245,11 +253,13 @@ bool disjoint(const std::vector<BitWindow>& windows) {
   }
   if (order.size() < 2) return true;
   // Windows that follow one another need no look inside.
-  std::sort(order.begin(), order.end(), [](const BitWindow* a, const BitWindow* b) { return a->offset < b->offset; });
+  std::sort(order.begin(), order.end(),
+            [](const BitWindow* a, const BitWindow* b) { return a->offset < b->offset; });
   bool apart = true;
   for (std::size_t i = 1; i < order.size() && apart; ++i) apart = order[i - 1]->end() <= order[i]->offset;
   if (apart) return true;
-  return total_runs(windows) > kMaxSortedRuns ? windows_disjoint_by_bitmap(windows) : windows_disjoint_by_runs(windows);
+  return total_runs(windows) > kMaxSortedRuns ? windows_disjoint_by_bitmap(windows)
+                                              : windows_disjoint_by_runs(windows);
 }
 
 std::optional<BitRun> first_gap(const BitWindow& whole, const std::vector<BitWindow>& windows) {

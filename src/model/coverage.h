@@ -1,8 +1,9 @@
 // Which bits of a parameter a set of windows touches: union, overlap and what is missing.
 //
-// A window is brought to a set form (dims sorted by stride, neighbours merged), from which it is expanded into runs of
-// consecutive bits. Bits, because sub-byte dtypes count in them. Sets of few runs are sorted intervals; sets of very many
-// (every second column of a large matrix) are bitmaps over the greatest common granule.
+// A window is brought to a set form (dims sorted by stride, neighbours merged), from which it is expanded
+// into runs of consecutive bits. Bits, because sub-byte dtypes count in them. Sets of few runs are sorted
+// intervals; sets of very many (every second column of a large matrix) are bitmaps over the greatest common
+// granule.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +22,8 @@ struct BitRun {
   friend bool operator==(const BitRun&, const BitRun&) = default;
 };
 
-// The bits of a strided window as a set: `run` bits at every combination of `dims` (strides in bits, descending), from
-// `offset`. Empty when `run` is 0.
+// The bits of a strided window as a set: `run` bits at every combination of `dims` (strides in bits,
+// descending), from `offset`. Empty when `run` is 0.
 struct BitWindow {
   std::int64_t offset = 0;
   std::int64_t run = 0;
@@ -30,9 +31,9 @@ struct BitWindow {
   bool self_overlapping = false;  // two of its elements share a bit
 
   bool empty() const { return run == 0; }
-  std::int64_t size() const;       // bits, each counted once
+  std::int64_t size() const;  // bits, each counted once
   std::int64_t run_count() const;
-  std::int64_t end() const;        // past the last bit
+  std::int64_t end() const;  // past the last bit
 };
 
 // offset, shape and stride in elements of `dtype`. Strides are not negative.
@@ -51,7 +52,8 @@ std::vector<BitRun> difference(const BitWindow& a, const BitWindow& b);
 
 // True when no two of the windows share a bit.
 bool disjoint(const std::vector<BitWindow>& windows);
-// The first bits of `whole` that no window touches (as far as they go, or less); nothing when the union covers it.
+// The first bits of `whole` that no window touches (as far as they go, or less); nothing when the union
+// covers it.
 std::optional<BitRun> first_gap(const BitWindow& whole, const std::vector<BitWindow>& windows);
 
 }  // namespace shardpull

@@ -62,7 +62,8 @@ RC_GTEST_PROP(Coverage, AgreesWithPlainSets, ()) {
   const BitWindow wa = bit_window(a.dtype, a.offset, a.shape, a.stride);
   const BitWindow wb = bit_window(b.dtype, b.offset, b.shape, b.stride);
   RC_ASSERT(wa.empty() == a_bits.empty());
-  RC_ASSERT(wa.self_overlapping == (a_bits.size() != a_count * static_cast<std::size_t>(dtype_bits(a.dtype))));
+  RC_ASSERT(wa.self_overlapping ==
+            (a_bits.size() != a_count * static_cast<std::size_t>(dtype_bits(a.dtype))));
   RC_ASSERT(bits_of(runs_of(wa)) == a_bits);
   RC_PRE(!wa.self_overlapping && !wb.self_overlapping);
   RC_ASSERT(static_cast<std::size_t>(wa.size()) == a_bits.size());

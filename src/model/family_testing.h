@@ -11,7 +11,8 @@
 
 namespace shardpull {
 
-// 4 layers, hidden 64, 8 query heads, 2 key/value heads, head_dim 8, FFN 96, vocabulary 100, BF16. Change what a test is about.
+// 4 layers, hidden 64, 8 query heads, 2 key/value heads, head_dim 8, FFN 96, vocabulary 100, BF16. Change
+// what a test is about.
 struct TinyModel {
   std::string architecture = "LlamaForCausalLM";
   std::int64_t layers = 4, hidden = 64, heads = 8, kv_heads = 2, head_dim = 8, ffn = 96, vocab = 100;
@@ -25,28 +26,37 @@ struct TinyModel {
     std::string kv = std::to_string(kv_heads);
     if (!kv_heads_per_layer.empty()) {
       kv = "[";
-      for (const std::int64_t heads_here : kv_heads_per_layer) kv += (kv.size() > 1 ? "," : "") + std::to_string(heads_here);
+      for (const std::int64_t heads_here : kv_heads_per_layer)
+        kv += (kv.size() > 1 ? "," : "") + std::to_string(heads_here);
       kv += "]";
     }
-    const std::string fields = extra + "\"hidden_size\": " + std::to_string(hidden) + ", \"num_hidden_layers\": " + std::to_string(layers) +
-                               ", \"num_attention_heads\": " + std::to_string(heads) + ", \"num_key_value_heads\": " + kv +
-                               ", \"head_dim\": " + std::to_string(head_dim) + ", \"intermediate_size\": " + std::to_string(ffn) +
-                               ", \"vocab_size\": " + std::to_string(vocab) + ", \"tie_word_embeddings\": " + (tied ? "true" : "false");
+    const std::string fields =
+        extra + "\"hidden_size\": " + std::to_string(hidden) +
+        ", \"num_hidden_layers\": " + std::to_string(layers) +
+        ", \"num_attention_heads\": " + std::to_string(heads) + ", \"num_key_value_heads\": " + kv +
+        ", \"head_dim\": " + std::to_string(head_dim) + ", \"intermediate_size\": " + std::to_string(ffn) +
+        ", \"vocab_size\": " + std::to_string(vocab) +
+        ", \"tie_word_embeddings\": " + (tied ? "true" : "false");
     std::string text = "{\"architectures\": [\"" + architecture + "\"], \"dtype\": \"bfloat16\", ";
     text += text_config_type.empty() ? "\"model_type\": \"llama\", " + fields
-                                     : "\"model_type\": \"outer\", \"text_config\": {\"model_type\": \"" + text_config_type + "\", " + fields + "}";
+                                     : "\"model_type\": \"outer\", \"text_config\": {\"model_type\": \"" +
+                                           text_config_type + "\", " + fields + "}";
     return must(ModelConfig::parse(text + "}"));
   }
 
   // In ascending name order, as the command line's source gives them.
   std::vector<TensorMeta> tensors() const {
     std::vector<TensorMeta> all;
-    const auto add = [&](std::string name, std::vector<std::int64_t> shape) { all.push_back({std::move(name), DType::kBF16, std::move(shape)}); };
+    const auto add = [&](std::string name, std::vector<std::int64_t> shape) {
+      all.push_back({std::move(name), DType::kBF16, std::move(shape)});
+    };
     const std::string root = text_config_type.empty() ? "model." : "model.language_model.";
     add(root + "embed_tokens.weight", {vocab, hidden});
     for (std::int64_t l = 0; l < layers; ++l) {
       const std::string p = root + "layers." + std::to_string(l) + ".";
-      const std::int64_t kv = (kv_heads_per_layer.empty() ? kv_heads : kv_heads_per_layer[static_cast<std::size_t>(l)]) * head_dim;
+      const std::int64_t kv =
+          (kv_heads_per_layer.empty() ? kv_heads : kv_heads_per_layer[static_cast<std::size_t>(l)]) *
+          head_dim;
       const std::int64_t q = heads * head_dim;
       add(p + "input_layernorm.weight", {hidden});
       add(p + "post_attention_layernorm.weight", {hidden});
@@ -74,14 +84,16 @@ struct TinyModel {
     }
     add(root + "norm.weight", {hidden});
     if (!tied) add("lm_head.weight", {vocab, hidden});
-    std::sort(all.begin(), all.end(), [](const TensorMeta& a, const TensorMeta& b) { return a.name < b.name; });
+    std::sort(all.begin(), all.end(),
+              [](const TensorMeta& a, const TensorMeta& b) { return a.name < b.name; });
     return all;
   }
 };
 
-// Bakes and replays over 0xCD, and loads a second model eagerly; every byte of both is equal and all guards are intact.
-// Returns the replayed model.
-inline std::unique_ptr<Model> exact_worker(const ModelConfig& config, const Weights& weights, const InferenceLayout& layout, std::int64_t id,
+// Bakes and replays over 0xCD, and loads a second model eagerly; every byte of both is equal and all guards
+// are intact. Returns the replayed model.
+inline std::unique_ptr<Model> exact_worker(const ModelConfig& config, const Weights& weights,
+                                           const InferenceLayout& layout, std::int64_t id,
                                            const BuildOptions& options = {}) {
   auto replayed = must(build_model(config, layout, id, options));
   const Recording recording = must(bake(*replayed, weights.metadata));
@@ -95,7 +107,8 @@ inline std::unique_ptr<Model> exact_worker(const ModelConfig& config, const Weig
   EXPECT_OK(loaded->check_guards());
   for (const auto& module : replayed->modules()) {
     for (const auto& parameter : module->parameters()) {
-      EXPECT_EQ(bytes_of_parameter(*replayed, module->name(), parameter->name()), bytes_of_parameter(*loaded, module->name(), parameter->name()))
+      EXPECT_EQ(bytes_of_parameter(*replayed, module->name(), parameter->name()),
+                bytes_of_parameter(*loaded, module->name(), parameter->name()))
           << parameter->full_name();
     }
   }

@@ -24,7 +24,8 @@ Status refused(StatusCode code, Reason reason, std::string message, std::string 
 }
 
 // Elements from the first to past the last of a window, or nothing on overflow or a negative number.
-std::optional<std::int64_t> extent_of(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride) {
+std::optional<std::int64_t> extent_of(const std::vector<std::int64_t>& shape,
+                                      const std::vector<std::int64_t>& stride) {
   std::int64_t extent = 1;
   bool empty = false;
   for (std::size_t d = 0; d < shape.size(); ++d) {
@@ -45,14 +46,16 @@ std::optional<std::int64_t> extent_of(const std::vector<std::int64_t>& shape, co
 Region region_of(const ParameterView& view) {
   Region region;
   region.offset = view.offset();
-  for (std::size_t d = 0; d < view.shape().size(); ++d) region.dims.push_back({view.shape()[d], view.stride()[d]});
+  for (std::size_t d = 0; d < view.shape().size(); ++d)
+    region.dims.push_back({view.shape()[d], view.stride()[d]});
   return region;
 }
 
 // Whether the copy kernels turn `from` into `to`. Two elements, so that sub-byte dtypes fill a byte.
 bool conversion_exists(DType from, DType to) {
   if (from == to) return true;
-  return compile_copy(Slice::whole(2), SourceLayout::contiguous(from, 2), from, contiguous_region(2), to).ok();
+  return compile_copy(Slice::whole(2), SourceLayout::contiguous(from, 2), from, contiguous_region(2), to)
+      .ok();
 }
 
 // Copies `source` (real) into `target`, whose parameter lies at `memory`. Shapes are equal.
@@ -60,15 +63,17 @@ Status copy_elements(const Tensor& source, const ParameterView& target, std::byt
   if (source.numel() == 0) return {};
   SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t bytes, bytes_of(source.dtype(), source.numel()));
   const BitWindow window = bit_window(target.dtype(), target.offset(), target.shape(), target.stride());
-  const bool in_order = StridedView{target.dtype(), target.shape(), target.stride(), target.offset()}.is_contiguous();
+  const bool in_order =
+      StridedView{target.dtype(), target.shape(), target.stride(), target.offset()}.is_contiguous();
   if (source.dtype() == target.dtype() && in_order && window.offset % 8 == 0) {
     return source.copy_out(memory + window.offset / 8, bytes);
   }
   std::vector<std::byte> packed(static_cast<std::size_t>(bytes));
   SHARDPULL_RETURN_IF_ERROR(source.copy_out(packed.data(), bytes));
-  SHARDPULL_ASSIGN_OR_RETURN(const CopyProgram program,
-                             compile_copy(Slice::whole(source.numel()), SourceLayout::contiguous(source.dtype(), source.numel()),
-                                          source.dtype(), region_of(target), target.dtype()));
+  SHARDPULL_ASSIGN_OR_RETURN(
+      const CopyProgram program,
+      compile_copy(Slice::whole(source.numel()), SourceLayout::contiguous(source.dtype(), source.numel()),
+                   source.dtype(), region_of(target), target.dtype()));
   run(program, packed.data(), memory);
   return {};
 }
@@ -76,7 +81,9 @@ Status copy_elements(const Tensor& source, const ParameterView& target, std::byt
 // Names the running loader for the length of one load().
 class StampScope {
  public:
-  StampScope(std::vector<Parameter*>& stamps, Parameter* parameter) : stamps_(stamps) { stamps_.push_back(parameter); }
+  StampScope(std::vector<Parameter*>& stamps, Parameter* parameter) : stamps_(stamps) {
+    stamps_.push_back(parameter);
+  }
   ~StampScope() { stamps_.pop_back(); }
   StampScope(const StampScope&) = delete;
   StampScope& operator=(const StampScope&) = delete;
@@ -87,7 +94,7 @@ class StampScope {
 
 }  // namespace
 
-// ---- ParameterView ----------------------------------------------------------------------------------------------------
+// ---- ParameterView -----------------------------------------------------------------------------------
 
 std::string ParameterView::to_string() const {
   std::string out = parameter_->full_name();
@@ -131,9 +138,10 @@ Result<ParameterView> ParameterView::index(std::vector<IndexItem> items) const {
 Result<ParameterView> ParameterView::as_strided(std::int64_t offset, std::vector<std::int64_t> shape,
                                                 std::vector<std::int64_t> stride) const {
   if (shape.size() != stride.size() || shape.size() > static_cast<std::size_t>(kMaxDims)) {
-    return refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
-                   "as_strided of " + to_string() + ": shape " + describe(shape) + " with stride " + describe(stride),
-                   parameter_->full_name());
+    return refused(
+        StatusCode::kInvalidArgument, Reason::kBadArgument,
+        "as_strided of " + to_string() + ": shape " + describe(shape) + " with stride " + describe(stride),
+        parameter_->full_name());
   }
   return ParameterView(parameter_, dtype_, std::move(shape), std::move(stride), offset);
 }
@@ -141,9 +149,9 @@ Result<ParameterView> ParameterView::as_strided(std::int64_t offset, std::vector
 Status ParameterView::check_region() const {
   const auto outside = [&] {
     return refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
-                   "the window offset " + std::to_string(offset()) + " shape " + describe(shape()) + " stride " + describe(stride()) +
-                       " of " + std::string(dtype_name(dtype())) + " lies outside " + parameter_->full_name() + " " +
-                       describe(parameter_->shape()),
+                   "the window offset " + std::to_string(offset()) + " shape " + describe(shape()) +
+                       " stride " + describe(stride()) + " of " + std::string(dtype_name(dtype())) +
+                       " lies outside " + parameter_->full_name() + " " + describe(parameter_->shape()),
                    parameter_->full_name());
   };
   const auto extent = extent_of(shape(), stride());
@@ -155,8 +163,9 @@ Status ParameterView::check_region() const {
   const BitWindow window = bit_window(dtype(), offset(), shape(), stride());
   if (window.self_overlapping) {
     return refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
-                   "the window offset " + std::to_string(offset()) + " shape " + describe(shape()) + " stride " + describe(stride()) +
-                       " of " + parameter_->full_name() + " overlaps itself",
+                   "the window offset " + std::to_string(offset()) + " shape " + describe(shape()) +
+                       " stride " + describe(stride()) + " of " + parameter_->full_name() +
+                       " overlaps itself",
                    parameter_->full_name());
   }
   const BitWindow whole = bit_window(parameter_->dtype(), 0, parameter_->shape(), parameter_->stride());
@@ -171,16 +180,17 @@ Status ParameterView::copy_(const Tensor& source) const {
   }
   if (target.shape() != source.shape()) {
     return refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
-                   "copy_ of " + source.to_string() + " with shape " + describe(source.shape()) + " into " + to_string() +
-                       " with shape " + describe(shape()) +
+                   "copy_ of " + source.to_string() + " with shape " + describe(source.shape()) + " into " +
+                       to_string() + " with shape " + describe(shape()) +
                        ": shapes must be equal once leading 1s of the destination are dropped",
                    source.name());
   }
   SHARDPULL_RETURN_IF_ERROR(target.check_region());
   if (!conversion_exists(source.dtype(), dtype())) {
     return refused(StatusCode::kUnimplemented, Reason::kBadArgument,
-                   "copy_ of " + source.to_string() + " into " + to_string() + ": there is no conversion from " +
-                       std::string(dtype_name(source.dtype())) + " to " + std::string(dtype_name(dtype())),
+                   "copy_ of " + source.to_string() + " into " + to_string() +
+                       ": there is no conversion from " + std::string(dtype_name(source.dtype())) + " to " +
+                       std::string(dtype_name(dtype())),
                    source.name());
   }
   const Model& model = parameter_->module().model();
@@ -199,9 +209,10 @@ Status ParameterView::copy_(const Tensor& source) const {
   }
   std::byte* const memory = parameter_->memory();
   if (memory == nullptr) {
-    return refused(StatusCode::kFailedPrecondition, Reason::kWrongState,
-                   "copy_ into " + to_string() + ": the parameter has no memory (Model::materialise gives it some)",
-                   parameter_->full_name());
+    return refused(
+        StatusCode::kFailedPrecondition, Reason::kWrongState,
+        "copy_ into " + to_string() + ": the parameter has no memory (Model::materialise gives it some)",
+        parameter_->full_name());
   }
   return copy_elements(source, target, memory);
 }
@@ -212,15 +223,18 @@ Status ParameterView::zero_() const {
   if (model.recorder_ != nullptr) return model.recorder_->on_zero(*this);
   std::byte* const memory = parameter_->memory();
   if (memory == nullptr) {
-    return refused(StatusCode::kFailedPrecondition, Reason::kWrongState,
-                   "zero_ of " + to_string() + ": the parameter has no memory (Model::materialise gives it some)",
-                   parameter_->full_name());
+    return refused(
+        StatusCode::kFailedPrecondition, Reason::kWrongState,
+        "zero_ of " + to_string() + ": the parameter has no memory (Model::materialise gives it some)",
+        parameter_->full_name());
   }
   const BitWindow window = bit_window(dtype(), offset(), shape(), stride());
   if (window.offset % 8 != 0 || window.run % 8 != 0 ||
-      std::any_of(window.dims.begin(), window.dims.end(), [](const Dim& dim) { return dim.stride % 8 != 0; })) {
+      std::any_of(window.dims.begin(), window.dims.end(),
+                  [](const Dim& dim) { return dim.stride % 8 != 0; })) {
     return refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
-                   "zero_ of " + to_string() + ": its runs do not begin and end on whole bytes", parameter_->full_name());
+                   "zero_ of " + to_string() + ": its runs do not begin and end on whole bytes",
+                   parameter_->full_name());
   }
   for (const BitRun& run : runs_of(window)) {
     std::memset(memory + run.begin / 8, 0, static_cast<std::size_t>((run.end - run.begin) / 8));
@@ -228,9 +242,11 @@ Status ParameterView::zero_() const {
   return {};
 }
 
-// ---- Parameter --------------------------------------------------------------------------------------------------------
+// ---- Parameter ---------------------------------------------------------------------------------------
 
-std::string Parameter::full_name() const { return module_->name().empty() ? name_ : module_->name() + "." + name_; }
+std::string Parameter::full_name() const {
+  return module_->name().empty() ? name_ : module_->name() + "." + name_;
+}
 
 std::int64_t Parameter::numel() const {
   std::int64_t count = 1;
@@ -249,14 +265,19 @@ Status Parameter::load(const Tensor& loaded, const std::string& shard) {
   return status.with_context("loading " + loaded.name() + " into " + full_name());
 }
 
-ParameterView Parameter::data() { return ParameterView(&storage(), dtype_, shape_, stride_, 0); }
+ParameterView Parameter::data() {
+  return ParameterView(&storage(), dtype_, shape_, stride_, 0);
+}
 
-std::byte* Parameter::memory() const { return module_->model().baking() ? nullptr : storage().memory_; }
+std::byte* Parameter::memory() const {
+  return module_->model().baking() ? nullptr : storage().memory_;
+}
 
 Status Parameter::bind(std::byte* memory, std::uint64_t bytes) {
   if (module_->model().baking() || is_alias()) {
     return refused(StatusCode::kFailedPrecondition, Reason::kWrongState,
-                   "bind of " + full_name() + (is_alias() ? ", an alias of " + storage().full_name() : ": the model bakes"),
+                   "bind of " + full_name() +
+                       (is_alias() ? ", an alias of " + storage().full_name() : ": the model bakes"),
                    full_name());
   }
   if (memory != nullptr && bytes < storage_bytes()) {
@@ -269,7 +290,7 @@ Status Parameter::bind(std::byte* memory, std::uint64_t bytes) {
   return {};
 }
 
-// ---- Module -----------------------------------------------------------------------------------------------------------
+// ---- Module ------------------------------------------------------------------------------------------
 
 Parameter* Module::find(std::string_view parameter) const {
   for (const auto* list : {&parameters_, &aliases_}) {
@@ -281,12 +302,13 @@ Parameter* Module::find(std::string_view parameter) const {
 }
 
 // Whether the model's structure may still change.
-#define SHARDPULL_REQUIRE_OPEN(model, what)                                                                     \
-  do {                                                                                                          \
-    if ((model).baking() || (model).storage_ != nullptr) {                                                      \
-      return refused(StatusCode::kFailedPrecondition, Reason::kWrongState,                                      \
-                     (what) + ((model).baking() ? ": the model bakes" : ": the model is materialised"), (what)); \
-    }                                                                                                           \
+#define SHARDPULL_REQUIRE_OPEN(model, what)                                                             \
+  do {                                                                                                  \
+    if ((model).baking() || (model).storage_ != nullptr) {                                              \
+      return refused(StatusCode::kFailedPrecondition, Reason::kWrongState,                              \
+                     (what) + ((model).baking() ? ": the model bakes" : ": the model is materialised"), \
+                     (what));                                                                           \
+    }                                                                                                   \
   } while (false)
 
 Result<Parameter*> Module::add(std::string name, DType dtype, std::vector<std::int64_t> shape,
@@ -295,7 +317,8 @@ Result<Parameter*> Module::add(std::string name, DType dtype, std::vector<std::i
   SHARDPULL_REQUIRE_OPEN(*model_, full);
   if (name.empty() || find(name) != nullptr) {
     return refused(StatusCode::kAlreadyExists, Reason::kBadArgument,
-                   name.empty() ? "a parameter of " + name_ + " without a name" : full + " exists already", full);
+                   name.empty() ? "a parameter of " + name_ + " without a name" : full + " exists already",
+                   full);
   }
   SHARDPULL_RETURN_IF_ERROR(checked_numel(dtype, shape).status().with_context(full));
   if (stride.size() != shape.size()) {
@@ -305,11 +328,14 @@ Result<Parameter*> Module::add(std::string name, DType dtype, std::vector<std::i
   const auto extent = extent_of(shape, stride);
   const auto bits = extent ? checked_mul<std::int64_t>(*extent, dtype_bits(dtype)) : std::nullopt;
   if (!bits || *bits > std::numeric_limits<std::int64_t>::max() / 2) {
-    return refused(StatusCode::kInvalidArgument, Reason::kBadArgument, full + " " + describe(shape) + " is too large", full);
+    return refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
+                   full + " " + describe(shape) + " is too large", full);
   }
   if (*bits % 8 != 0) {
-    return refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
-                   full + " " + describe(shape) + " of " + std::string(dtype_name(dtype)) + " does not end on a byte", full);
+    return refused(
+        StatusCode::kInvalidArgument, Reason::kBadArgument,
+        full + " " + describe(shape) + " of " + std::string(dtype_name(dtype)) + " does not end on a byte",
+        full);
   }
   if (bit_window(dtype, 0, shape, stride).self_overlapping) {
     return refused(StatusCode::kInvalidArgument, Reason::kBadArgument, full + " overlaps itself", full);
@@ -325,26 +351,28 @@ Result<Parameter*> Module::add(std::string name, DType dtype, std::vector<std::i
   return parameters_.back().get();
 }
 
-Result<Parameter*> Module::add_parameter(std::string name, DType dtype, std::vector<std::int64_t> shape, Loader loader) {
+Result<Parameter*> Module::add_parameter(std::string name, DType dtype, std::vector<std::int64_t> shape,
+                                         Loader loader) {
   SHARDPULL_RETURN_IF_ERROR(checked_numel(dtype, shape).status().with_context(name_ + "." + name));
   std::vector<std::int64_t> stride = contiguous_strides(shape);
   return add(std::move(name), dtype, std::move(shape), std::move(stride), std::move(loader));
 }
 
-Result<Parameter*> Module::add_strided_parameter(std::string name, DType dtype, std::vector<std::int64_t> shape,
+Result<Parameter*> Module::add_strided_parameter(std::string name, DType dtype,
+                                                 std::vector<std::int64_t> shape,
                                                  std::vector<std::int64_t> stride, Loader loader) {
   return add(std::move(name), dtype, std::move(shape), std::move(stride), std::move(loader));
 }
 
 Result<Parameter*> Module::add_buffer(std::string name, DType dtype, std::vector<std::int64_t> shape,
                                       std::vector<std::byte> initial, Loader loader) {
-  SHARDPULL_ASSIGN_OR_RETURN(Parameter* const buffer, add_parameter(std::move(name), dtype, std::move(shape), std::move(loader)));
+  SHARDPULL_ASSIGN_OR_RETURN(Parameter* const buffer,
+                             add_parameter(std::move(name), dtype, std::move(shape), std::move(loader)));
   if (!initial.empty() && initial.size() != buffer->storage_bytes()) {
-    const Status status =
-        refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
-                buffer->full_name() + " has " + std::to_string(initial.size()) + " initial bytes; it needs " +
-                    std::to_string(buffer->storage_bytes()),
-                buffer->full_name());
+    const Status status = refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
+                                  buffer->full_name() + " has " + std::to_string(initial.size()) +
+                                      " initial bytes; it needs " + std::to_string(buffer->storage_bytes()),
+                                  buffer->full_name());
     parameters_.pop_back();
     return status;
   }
@@ -361,7 +389,8 @@ Result<Parameter*> Module::add_alias(std::string name, Parameter& target, std::v
     return refused(StatusCode::kAlreadyExists, Reason::kBadArgument, full + " exists already", full);
   }
   if (&root.module().model() != model_) {
-    return refused(StatusCode::kInvalidArgument, Reason::kBadArgument, full + " aliases a parameter of another model", full);
+    return refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
+                   full + " aliases a parameter of another model", full);
   }
   // A view, as PyTorch's view(shape) would give it; refused where that would need a copy.
   SHARDPULL_ASSIGN_OR_RETURN(const ParameterView view, root.data().view(std::move(shape)));
@@ -380,13 +409,14 @@ Result<Parameter*> Module::add_alias(std::string name, Parameter& target, std::v
 Status Module::declare_padding_rows(std::string_view parameter, std::int64_t first, std::int64_t end) {
   Parameter* const target = find(parameter);
   if (target == nullptr || target->is_alias()) {
-    return refused(StatusCode::kNotFound, Reason::kBadArgument, name_ + " has no parameter " + std::string(parameter), name_);
+    return refused(StatusCode::kNotFound, Reason::kBadArgument,
+                   name_ + " has no parameter " + std::string(parameter), name_);
   }
   SHARDPULL_REQUIRE_OPEN(*model_, target->full_name());
   if (target->shape_.empty() || first < 0 || end < first || end > target->shape_[0]) {
     return refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
-                   "padding rows [" + std::to_string(first) + ", " + std::to_string(end) + ") of " + target->full_name() + " " +
-                       describe(target->shape_),
+                   "padding rows [" + std::to_string(first) + ", " + std::to_string(end) + ") of " +
+                       target->full_name() + " " + describe(target->shape_),
                    target->full_name());
   }
   Region region;
@@ -398,7 +428,7 @@ Status Module::declare_padding_rows(std::string_view parameter, std::int64_t fir
   return {};
 }
 
-// ---- Model ------------------------------------------------------------------------------------------------------------
+// ---- Model -------------------------------------------------------------------------------------------
 
 struct Model::Storage {
   struct Free {
@@ -421,7 +451,8 @@ Model::~Model() = default;
 Result<Module*> Model::add_module(std::string name, std::string type) {
   SHARDPULL_REQUIRE_OPEN(*this, name);
   if (by_name_.contains(name)) {
-    return refused(StatusCode::kAlreadyExists, Reason::kBadArgument, "the model has a module " + name + " already", name);
+    return refused(StatusCode::kAlreadyExists, Reason::kBadArgument,
+                   "the model has a module " + name + " already", name);
   }
   std::unique_ptr<Module> module(new Module);
   module->model_ = this;
@@ -437,10 +468,12 @@ Result<Module*> Model::add_module(std::string name, std::string type) {
 Status Model::add_module_alias(std::string alias, Module& target) {
   SHARDPULL_REQUIRE_OPEN(*this, alias);
   if (by_name_.contains(alias)) {
-    return refused(StatusCode::kAlreadyExists, Reason::kBadArgument, "the model has a module " + alias + " already", alias);
+    return refused(StatusCode::kAlreadyExists, Reason::kBadArgument,
+                   "the model has a module " + alias + " already", alias);
   }
   if (&target.model() != this) {
-    return refused(StatusCode::kInvalidArgument, Reason::kBadArgument, alias + " aliases a module of another model", alias);
+    return refused(StatusCode::kInvalidArgument, Reason::kBadArgument,
+                   alias + " aliases a module of another model", alias);
   }
   by_name_.emplace(std::move(alias), &target);
   return {};
@@ -467,10 +500,12 @@ Status Model::materialise(std::byte fill, std::uint64_t guard_bytes) {
       const auto guarded = guards ? checked_add<std::uint64_t>(bytes, *guards) : std::nullopt;
       const auto total = guarded ? checked_add<std::uint64_t>(*guarded, kAlignment) : std::nullopt;
       // calloc leaves the pages of large zeroed blocks untouched.
-      void* const block = total ? (fill == std::byte{0} ? std::calloc(*total, 1) : std::malloc(*total)) : nullptr;
+      void* const block =
+          total ? (fill == std::byte{0} ? std::calloc(*total, 1) : std::malloc(*total)) : nullptr;
       if (block == nullptr) {
         return refused(StatusCode::kResourceExhausted, Reason::kNoMemory,
-                       "no memory for " + parameter->full_name() + ": " + std::to_string(bytes) + " bytes", parameter->full_name());
+                       "no memory for " + parameter->full_name() + ": " + std::to_string(bytes) + " bytes",
+                       parameter->full_name());
       }
       Storage::Allocation allocation;
       allocation.parameter = parameter.get();
@@ -479,12 +514,15 @@ Status Model::materialise(std::byte fill, std::uint64_t guard_bytes) {
       if (fill != std::byte{0}) std::memset(block, static_cast<int>(fill), *total);
       void* first = static_cast<std::byte*>(block) + guard_bytes;
       std::size_t room = static_cast<std::size_t>(*total - guard_bytes);
-      allocation.memory = static_cast<std::byte*>(std::align(kAlignment, static_cast<std::size_t>(bytes), first, room));
-      if (!parameter->initial_.empty()) std::memcpy(allocation.memory, parameter->initial_.data(), parameter->initial_.size());
+      allocation.memory =
+          static_cast<std::byte*>(std::align(kAlignment, static_cast<std::size_t>(bytes), first, room));
+      if (!parameter->initial_.empty())
+        std::memcpy(allocation.memory, parameter->initial_.data(), parameter->initial_.size());
       storage->allocations.push_back(std::move(allocation));
     }
   }
-  for (const Storage::Allocation& allocation : storage->allocations) allocation.parameter->memory_ = allocation.memory;
+  for (const Storage::Allocation& allocation : storage->allocations)
+    allocation.parameter->memory_ = allocation.memory;
   storage_ = std::move(storage);
   return {};
 }
@@ -495,10 +533,13 @@ Status Model::check_guards() const {
     for (std::uint64_t i = 0; i < storage_->guard_bytes; ++i) {
       const auto report = [&](std::string where) {
         return refused(StatusCode::kDataLoss, Reason::kCorrupt,
-                       "a guard byte of " + allocation.parameter->full_name() + " was written: " + where, allocation.parameter->full_name());
+                       "a guard byte of " + allocation.parameter->full_name() + " was written: " + where,
+                       allocation.parameter->full_name());
       };
-      if (*(allocation.memory - 1 - i) != storage_->fill) return report(std::to_string(i + 1) + " bytes before its first");
-      if (allocation.memory[allocation.bytes + i] != storage_->fill) return report(std::to_string(i) + " bytes past its end");
+      if (*(allocation.memory - 1 - i) != storage_->fill)
+        return report(std::to_string(i + 1) + " bytes before its first");
+      if (allocation.memory[allocation.bytes + i] != storage_->fill)
+        return report(std::to_string(i) + " bytes past its end");
     }
   }
   return {};

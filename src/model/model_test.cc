@@ -57,10 +57,13 @@ TEST(ParameterView, CopyShapes) {
   EXPECT_EQ(std::memcmp(p.memory(), data, 16), 0);
   EXPECT_OK(p.data().copy_(must(Tensor::real("x", DType::kF32, {1, 4}, data))));
   EXPECT_OK(p.data().copy_(must(Tensor::real("x", DType::kF32, {1, 1, 4}, data))));
-  EXPECT_TRUE(fails_with(p.data().copy_(must(Tensor::real("x", DType::kF32, {2, 2}, data))), {"[2, 2]", "[1, 1, 4]", "x"}));
-  EXPECT_TRUE(fails_with(p.data().copy_(must(Tensor::real("x", DType::kF32, {1}, data))), {"[1]", "[1, 1, 4]"}));
+  EXPECT_TRUE(fails_with(p.data().copy_(must(Tensor::real("x", DType::kF32, {2, 2}, data))),
+                         {"[2, 2]", "[1, 1, 4]", "x"}));
+  EXPECT_TRUE(
+      fails_with(p.data().copy_(must(Tensor::real("x", DType::kF32, {1}, data))), {"[1]", "[1, 1, 4]"}));
   EXPECT_TRUE(fails_with(p.data().copy_(must(Tensor::real("x", DType::kF32, {4, 1}, data))), {"[4, 1]"}));
-  EXPECT_TRUE(fails_with(p.data().copy_(must(Tensor::real("x", DType::kF32, {1, 1, 1, 4}, data))), {"[1, 1, 1, 4]"}));
+  EXPECT_TRUE(
+      fails_with(p.data().copy_(must(Tensor::real("x", DType::kF32, {1, 1, 1, 4}, data))), {"[1, 1, 1, 4]"}));
 }
 
 TEST(ParameterView, OneElement) {
@@ -68,7 +71,8 @@ TEST(ParameterView, OneElement) {
   Parameter& p = *must(m.module.add_parameter("scale", DType::kF32, {1}));
   ASSERT_OK(m.model.materialise());
   const float value = 3;
-  EXPECT_OK(p.data().copy_(must(Tensor::real("s", DType::kF32, {}, reinterpret_cast<const std::byte*>(&value)))));
+  EXPECT_OK(
+      p.data().copy_(must(Tensor::real("s", DType::kF32, {}, reinterpret_cast<const std::byte*>(&value)))));
   EXPECT_EQ(std::memcmp(p.memory(), &value, 4), 0);
 }
 
@@ -78,7 +82,8 @@ TEST(ParameterView, ConvertsIntoStridedWindows) {
   Parameter& p = *must(m.module.add_parameter("weight", DType::kF32, {2, 3}));
   ASSERT_OK(m.model.materialise(std::byte{0xCD}));
   const std::vector<std::uint16_t> ones{0x3F80, 0x4000, 0x4040};  // BF16 1, 2, 3
-  const Tensor source = must(Tensor::real("x", DType::kBF16, {3}, reinterpret_cast<const std::byte*>(ones.data())));
+  const Tensor source =
+      must(Tensor::real("x", DType::kBF16, {3}, reinterpret_cast<const std::byte*>(ones.data())));
   const ParameterView window = must(must(p.data().view({3, 2})).select(1, 1));
   EXPECT_OK(window.copy_(source));
   float out[6];
@@ -99,7 +104,9 @@ TEST(ParameterView, WritesThroughViewOfDtype) {
   Parameter& p = *must(m.module.add_parameter("packed", DType::kU8, {8}));
   ASSERT_OK(m.model.materialise());
   const std::vector<std::uint16_t> values{0x1234, 0xABCD, 0x7FC1, 0xFFFF};
-  EXPECT_OK(must(p.data().view(DType::kBF16)).copy_(must(Tensor::real("x", DType::kBF16, {4}, reinterpret_cast<const std::byte*>(values.data())))));
+  EXPECT_OK(must(p.data().view(DType::kBF16))
+                .copy_(must(Tensor::real("x", DType::kBF16, {4},
+                                         reinterpret_cast<const std::byte*>(values.data())))));
   EXPECT_EQ(std::memcmp(p.memory(), values.data(), 8), 0);
 }
 
@@ -113,9 +120,11 @@ TEST(ParameterView, RefusesBadRegions) {
   EXPECT_TRUE(fails_with(must(p.data().as_strided(13, {4}, {1})).copy_(four), {"outside", "layer.weight"}));
   EXPECT_TRUE(fails_with(must(p.data().as_strided(-1, {4}, {1})).copy_(four), {"outside"}));
   EXPECT_TRUE(fails_with(must(p.data().as_strided(0, {4}, {6})).copy_(four), {"outside"}));
-  EXPECT_TRUE(fails_with(must(p.data().as_strided(0, {4}, {std::int64_t{1} << 62})).copy_(four), {"outside"}));
+  EXPECT_TRUE(
+      fails_with(must(p.data().as_strided(0, {4}, {std::int64_t{1} << 62})).copy_(four), {"outside"}));
   EXPECT_TRUE(fails_with(must(p.data().as_strided(0, {4}, {0})).copy_(four), {"overlaps itself"}));
-  EXPECT_TRUE(fails_with(must(p.data().as_strided(0, {2, 2}, {1, 1})).copy_(must(four.view({2, 2}))), {"overlaps itself"}));
+  EXPECT_TRUE(fails_with(must(p.data().as_strided(0, {2, 2}, {1, 1})).copy_(must(four.view({2, 2}))),
+                         {"overlaps itself"}));
   EXPECT_OK(must(p.data().as_strided(0, {2, 2}, {3, 2})).copy_(must(four.view({2, 2}))));  // 0 2 3 5
   EXPECT_FALSE(p.data().as_strided(0, {4}, {1, 1}).ok());
   EXPECT_OK(m.model.check_guards());
@@ -142,7 +151,8 @@ TEST(ParameterView, RefusesConversionsThatDoNotExist) {
   Parameter& p = *must(m.module.add_parameter("weight", DType::kF32, {4}));
   ASSERT_OK(m.model.materialise());
   const std::vector<std::byte> data(64);
-  EXPECT_TRUE(fails_with(p.data().copy_(must(Tensor::real("x", DType::kF4, {4}, data.data()))), {"F4", "F32", "no conversion"}));
+  EXPECT_TRUE(fails_with(p.data().copy_(must(Tensor::real("x", DType::kF4, {4}, data.data()))),
+                         {"F4", "F32", "no conversion"}));
 }
 
 TEST(Module, Refusals) {
@@ -150,13 +160,17 @@ TEST(Module, Refusals) {
   Parameter* const weight = must(m.module.add_parameter("weight", DType::kF32, {4, 2}));
   EXPECT_TRUE(fails_with(m.module.add_parameter("weight", DType::kF32, {4}), {"layer.weight", "already"}));
   EXPECT_TRUE(fails_with(m.module.add_parameter("bad", DType::kF32, {-1}), {"layer.bad"}));
-  EXPECT_TRUE(fails_with(m.module.add_parameter("big", DType::kF32, {std::int64_t{1} << 40, std::int64_t{1} << 40}), {"layer.big"}));
-  EXPECT_TRUE(fails_with(m.module.add_strided_parameter("over", DType::kF32, {4, 4}, {1, 1}), {"overlaps itself"}));
+  EXPECT_TRUE(
+      fails_with(m.module.add_parameter("big", DType::kF32, {std::int64_t{1} << 40, std::int64_t{1} << 40}),
+                 {"layer.big"}));
+  EXPECT_TRUE(
+      fails_with(m.module.add_strided_parameter("over", DType::kF32, {4, 4}, {1, 1}), {"overlaps itself"}));
   EXPECT_TRUE(fails_with(m.model.add_module("layer", "Linear"), {"layer", "already"}));
   EXPECT_TRUE(fails_with(m.module.declare_padding_rows("weight", 2, 5), {"[2, 5)", "[4, 2]"}));
   EXPECT_TRUE(fails_with(m.module.declare_padding_rows("nothing", 0, 1), {"nothing"}));
   EXPECT_TRUE(fails_with(m.module.add_alias("other", *weight, {3}), {}));
-  EXPECT_TRUE(fails_with(m.module.add_buffer("ids", DType::kI64, {2}, std::vector<std::byte>(3)), {"3", "16"}));
+  EXPECT_TRUE(
+      fails_with(m.module.add_buffer("ids", DType::kI64, {2}, std::vector<std::byte>(3)), {"3", "16"}));
   EXPECT_EQ(m.module.find("ids"), nullptr);
   ASSERT_OK(m.model.materialise());
   EXPECT_TRUE(fails_with(m.module.add_parameter("late", DType::kF32, {4}), {"materialised"}));

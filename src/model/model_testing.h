@@ -1,5 +1,5 @@
-// What tests of models share: a model made of lambdas, position-coded weights, and a replay of recordings that is as plain as
-// it can be (element by element), to compare the real copy paths with.
+// What tests of models share: a model made of lambdas, position-coded weights, and a replay of recordings
+// that is as plain as it can be (element by element), to compare the real copy paths with.
 #pragma once
 
 #include <cstddef>
@@ -21,20 +21,22 @@
 namespace shardpull {
 
 // EXPECT_OK(status or result).
-inline Status status_of(const Status& status) { return status; }
+inline Status status_of(const Status& status) {
+  return status;
+}
 template <typename T>
 Status status_of(const Result<T>& result) {
   return result.status();
 }
-#define EXPECT_OK(expression)                                    \
-  do {                                                           \
+#define EXPECT_OK(expression)                                     \
+  do {                                                            \
     const ::shardpull::Status expect_ok_ = status_of(expression); \
-    EXPECT_TRUE(expect_ok_.ok()) << expect_ok_.to_string();      \
+    EXPECT_TRUE(expect_ok_.ok()) << expect_ok_.to_string();       \
   } while (false)
-#define ASSERT_OK(expression)                                    \
-  do {                                                           \
+#define ASSERT_OK(expression)                                     \
+  do {                                                            \
     const ::shardpull::Status assert_ok_ = status_of(expression); \
-    ASSERT_TRUE(assert_ok_.ok()) << assert_ok_.to_string();      \
+    ASSERT_TRUE(assert_ok_.ok()) << assert_ok_.to_string();       \
   } while (false)
 
 // The value of a Result that a test expects to be there.
@@ -83,10 +85,14 @@ class TableModel : public Model {
     return found == unused.end() ? std::string() : found->second;
   }
 
-  Module& module(std::string name, std::string type = "Module") { return *must(add_module(std::move(name), std::move(type))); }
+  Module& module(std::string name, std::string type = "Module") {
+    return *must(add_module(std::move(name), std::move(type)));
+  }
   // `name` feeds the whole of `parameter` through its loader.
   void feed(std::string name, Parameter* parameter, std::string shard = "") {
-    rules[std::move(name)] = [parameter, shard](const Tensor& loaded) { return parameter->load(loaded, shard); };
+    rules[std::move(name)] = [parameter, shard](const Tensor& loaded) {
+      return parameter->load(loaded, shard);
+    };
   }
 };
 
@@ -106,7 +112,8 @@ struct Weights {
   std::vector<NamedTensor> real() const {
     std::vector<NamedTensor> tensors;
     for (std::size_t i = 0; i < metadata.size(); ++i) {
-      tensors.push_back({metadata[i].name, must(Tensor::real(metadata[i].name, metadata[i].dtype, metadata[i].shape, bytes[i].data()))});
+      tensors.push_back({metadata[i].name, must(Tensor::real(metadata[i].name, metadata[i].dtype,
+                                                             metadata[i].shape, bytes[i].data()))});
     }
     return tensors;
   }
@@ -167,19 +174,21 @@ inline void replay(const Recording& recording, Model& model, const Weights& weig
     const std::vector<std::int64_t> to = enumerate(d.offset, d.shape, d.stride);
     ASSERT_EQ(from.size(), to.size());
     for (std::size_t i = 0; i < from.size(); ++i) {
-      std::memcpy(parameters[d.parameter]->memory() + to[i] * size, weights.bytes[scatter.name].data() + from[i] * size,
-                  static_cast<std::size_t>(size));
+      std::memcpy(parameters[d.parameter]->memory() + to[i] * size,
+                  weights.bytes[scatter.name].data() + from[i] * size, static_cast<std::size_t>(size));
     }
   }
 }
 
-inline std::vector<std::byte> bytes_of_parameter(const Model& model, std::string_view module, std::string_view parameter) {
+inline std::vector<std::byte> bytes_of_parameter(const Model& model, std::string_view module,
+                                                 std::string_view parameter) {
   const Parameter* const found = model.find_module(module)->find(parameter);
   return {found->memory(), found->memory() + found->storage_bytes()};
 }
 
 // Rows [first, first + count) of a checkpoint tensor: the independent slice.
-inline std::vector<std::byte> rows(const Weights& weights, std::string_view name, std::int64_t first, std::int64_t count) {
+inline std::vector<std::byte> rows(const Weights& weights, std::string_view name, std::int64_t first,
+                                   std::int64_t count) {
   for (std::size_t i = 0; i < weights.metadata.size(); ++i) {
     const TensorMeta& meta = weights.metadata[i];
     if (meta.name != name) continue;
@@ -191,7 +200,8 @@ inline std::vector<std::byte> rows(const Weights& weights, std::string_view name
 }
 
 // Columns [first, first + count) of a 2-D checkpoint tensor.
-inline std::vector<std::byte> columns(const Weights& weights, std::string_view name, std::int64_t first, std::int64_t count) {
+inline std::vector<std::byte> columns(const Weights& weights, std::string_view name, std::int64_t first,
+                                      std::int64_t count) {
   for (std::size_t i = 0; i < weights.metadata.size(); ++i) {
     const TensorMeta& meta = weights.metadata[i];
     if (meta.name != name) continue;

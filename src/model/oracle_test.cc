@@ -1,5 +1,5 @@
-// Every recorded plan of these families: the model built from the same config bakes the same names into the same slices and
-// destinations as the engine did.
+// Every recorded plan of these families: the model built from the same config bakes the same names into the
+// same slices and destinations as the engine did.
 #include <map>
 #include <set>
 #include <string>
@@ -21,7 +21,8 @@ using oracles::OracleScatter;
 
 class OracleBake : public ::testing::TestWithParam<std::string> {};
 
-// "model.norm.weight <- model.norm.weight BF16 [off 0: 64] | BF16 +0 [64] stride [1]": all that must be equal.
+// "model.norm.weight <- model.norm.weight BF16 [off 0: 64] | BF16 +0 [64] stride [1]": all that must be
+// equal.
 struct Entry {
   std::string module, type, parameter, name;
   DType wire_dtype;
@@ -35,9 +36,10 @@ struct Entry {
 };
 
 void PrintTo(const Entry& e, std::ostream* out) {
-  *out << e.module << " (" << e.type << ")." << e.parameter << " <- " << e.name << " " << dtype_name(e.wire_dtype) << " "
-       << to_string(e.slice) << " | " << dtype_name(e.dtype) << " +" << e.offset << " " << ::testing::PrintToString(e.destination_shape)
-       << " stride " << ::testing::PrintToString(e.destination_stride);
+  *out << e.module << " (" << e.type << ")." << e.parameter << " <- " << e.name << " "
+       << dtype_name(e.wire_dtype) << " " << to_string(e.slice) << " | " << dtype_name(e.dtype) << " +"
+       << e.offset << " " << ::testing::PrintToString(e.destination_shape) << " stride "
+       << ::testing::PrintToString(e.destination_stride);
 }
 
 // By module; within a module in recording order.
@@ -46,8 +48,9 @@ using Entries = std::map<std::string, std::vector<Entry>>;
 Entries of_oracle(const Oracle& oracle) {
   Entries entries;
   for (const OracleScatter& s : oracle.scatters) {
-    entries[s.module].push_back({s.module, s.type, s.parameter, oracle.names[s.name].name, s.wire_dtype, s.slice, s.shape, s.dtype,
-                                 s.destination.offset, s.destination.shape, s.destination.stride});
+    entries[s.module].push_back({s.module, s.type, s.parameter, oracle.names[s.name].name, s.wire_dtype,
+                                 s.slice, s.shape, s.dtype, s.destination.offset, s.destination.shape,
+                                 s.destination.stride});
   }
   return entries;
 }
@@ -57,8 +60,9 @@ Entries of_recording(const Recording& recording, const std::vector<TensorMeta>& 
   for (const Scatter& s : recording.scatters) {
     const RecordedParameter& parameter = recording.parameters[s.destination.parameter];
     const RecordedModule& module = recording.modules[parameter.module];
-    entries[module.name].push_back({module.name, module.type, parameter.name, names[s.name].name, s.wire_dtype, s.slice, s.shape,
-                                    s.destination.dtype, s.destination.offset, s.destination.shape, s.destination.stride});
+    entries[module.name].push_back({module.name, module.type, parameter.name, names[s.name].name,
+                                    s.wire_dtype, s.slice, s.shape, s.destination.dtype, s.destination.offset,
+                                    s.destination.shape, s.destination.stride});
   }
   return entries;
 }
@@ -99,7 +103,8 @@ TEST_P(OracleBake, EqualEntryByEntry) {
   std::vector<std::string> live, dead;
   for (const std::uint32_t n : recording.live) live.push_back(oracle.names[n].name);
   for (const std::uint32_t n : recording.dead) dead.push_back(oracle.names[n].name);
-  EXPECT_EQ(std::multiset<std::string>(live.begin(), live.end()), std::multiset<std::string>(oracle.live.begin(), oracle.live.end()));
+  EXPECT_EQ(std::multiset<std::string>(live.begin(), live.end()),
+            std::multiset<std::string>(oracle.live.begin(), oracle.live.end()));
   EXPECT_EQ(std::multiset<std::string>(dead.begin(), dead.end()),
             std::multiset<std::string>(oracle.not_live.begin(), oracle.not_live.end()));
   EXPECT_TRUE(recording.unbaked.empty());
@@ -109,7 +114,8 @@ TEST_P(OracleBake, EqualEntryByEntry) {
   // The worker's parameters, where the recording lists them.
   for (std::size_t p = 0; p < recording.parameters.size(); ++p) {
     const RecordedParameter& parameter = recording.parameters[p];
-    const auto listed = oracle.parameters.find(recording.modules[parameter.module].name + "." + parameter.name);
+    const auto listed =
+        oracle.parameters.find(recording.modules[parameter.module].name + "." + parameter.name);
     if (listed == oracle.parameters.end()) {
       EXPECT_EQ(parameter.name, "bias") << recording.modules[parameter.module].name;
       continue;

@@ -1,5 +1,5 @@
-// Reads the recorded plans in tests/oracles/. For tests only: a file that is not as expected ends the test program with a
-// message. Header-only, so that the tests of several rooms share it.
+// Reads the recorded plans in tests/oracles/. For tests only: a file that is not as expected ends the test
+// program with a message. Header-only, so that the tests of several rooms share it.
 #pragma once
 
 #include <algorithm>
@@ -89,7 +89,9 @@ T oracle_value(Result<T> result, const std::string& what) {
   return std::move(result).value();
 }
 
-inline std::filesystem::path oracle_directory() { return std::filesystem::path(SHARDPULL_SOURCE_DIR) / "tests" / "oracles"; }
+inline std::filesystem::path oracle_directory() {
+  return std::filesystem::path(SHARDPULL_SOURCE_DIR) / "tests" / "oracles";
+}
 
 // The stems of all recorded plans, sorted.
 inline std::vector<std::string> oracle_files() {
@@ -102,7 +104,8 @@ inline std::vector<std::string> oracle_files() {
   return files;
 }
 
-// "qwen3_tied_pptrain.pp2.rank1" -> "qwen3_tied": the longest config name that begins it, or that it is a variant of.
+// "qwen3_tied_pptrain.pp2.rank1" -> "qwen3_tied": the longest config name that begins it, or that it is a
+// variant of.
 inline std::string oracle_config(const std::string& file) {
   std::string best;
   for (const auto& entry : std::filesystem::directory_iterator(oracle_directory() / "configs")) {
@@ -131,7 +134,8 @@ inline OpChain oracle_chain(const nlohmann::json& ops) {
 }
 
 inline OracleScatter::Window oracle_window(const nlohmann::json& json) {
-  return {json.at("offset"), json.at("shape").get<std::vector<std::int64_t>>(), json.at("stride").get<std::vector<std::int64_t>>()};
+  return {json.at("offset"), json.at("shape").get<std::vector<std::int64_t>>(),
+          json.at("stride").get<std::vector<std::int64_t>>()};
 }
 
 inline Oracle load_oracle(const std::string& file) {
@@ -151,7 +155,8 @@ inline Oracle load_oracle(const std::string& file) {
   oracle.pp = json.at("world_size").get<int>() / oracle.tp;
   std::map<std::string, std::uint32_t> index;
   for (const auto& name : json.at("names")) {
-    oracle.names.push_back({name.at("name"), dtype(name.at("dtype")), name.at("shape").get<std::vector<std::int64_t>>()});
+    oracle.names.push_back(
+        {name.at("name"), dtype(name.at("dtype")), name.at("shape").get<std::vector<std::int64_t>>()});
     index[oracle.names.back().name] = static_cast<std::uint32_t>(oracle.names.size() - 1);
   }
   oracle.group_lens = json.at("group_lens").get<std::vector<std::uint32_t>>();
@@ -180,8 +185,9 @@ inline Oracle load_oracle(const std::string& file) {
     oracle.scatters.push_back(std::move(scatter));
   }
   for (const auto& [name, entry] : json.at("dst_params").items()) {
-    oracle.parameters[name] = {entry.at("shape").get<std::vector<std::int64_t>>(), entry.at("stride").get<std::vector<std::int64_t>>(),
-                               dtype(entry.at("dtype")), entry.at("kind") == "buffer"};
+    oracle.parameters[name] = {entry.at("shape").get<std::vector<std::int64_t>>(),
+                               entry.at("stride").get<std::vector<std::int64_t>>(), dtype(entry.at("dtype")),
+                               entry.at("kind") == "buffer"};
   }
 
   const auto& router = json.at("router");
@@ -202,7 +208,8 @@ inline Oracle load_oracle(const std::string& file) {
     chunk.seq = entry.at("seq");
     chunk.bytes = entry.at("pack_bytes");
     for (const auto& key : entry.at("pack_layout")) {
-      chunk.layout.push_back({key.at(0), dtype(key.at(1)), key.at(2), key.at(3).get<std::vector<std::int64_t>>()});
+      chunk.layout.push_back(
+          {key.at(0), dtype(key.at(1)), key.at(2), key.at(3).get<std::vector<std::int64_t>>()});
     }
     chunk.scatters = entry.at("scatters").get<std::vector<std::uint32_t>>();
     chunk.materialise = entry.at("materialize").get<std::vector<std::string>>();

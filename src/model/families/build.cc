@@ -31,10 +31,11 @@ constexpr std::string_view kNestedSource = "model.language_model.";
 constexpr std::string_view kNestedWorker = "language_model.";
 
 Status refused(std::string message, Reason reason = Reason::kBadArgument, std::string tensor = {}) {
-  return Status(StatusCode::kInvalidArgument, std::move(message), ErrorInfo{.reason = reason, .tensor = std::move(tensor)});
+  return Status(StatusCode::kInvalidArgument, std::move(message),
+                ErrorInfo{.reason = reason, .tensor = std::move(tensor)});
 }
 
-// ---- a rank's part of a dim -------------------------------------------------------------------------------------------
+// ---- a rank's part of a dim --------------------------------------------------------------------------
 
 // Of a dim of `total`: this rank holds [start, start + length), in a local dim of `local` >= length.
 struct Share {
@@ -48,15 +49,24 @@ struct Sizes {  // of one layer
 
   std::int64_t of(Extent extent) const {
     switch (extent) {
-      case Extent::kNone: return 1;
-      case Extent::kHidden: return config->hidden_size;
-      case Extent::kIntermediate: return config->intermediate_size;
-      case Extent::kQuery: return config->num_attention_heads * config->head_dim;
-      case Extent::kKeyValue: return key_value_heads * config->head_dim;
-      case Extent::kHeadDim: return config->head_dim;
-      case Extent::kVocab: return config->vocab_size;
-      case Extent::kPositions: return config->max_position_embeddings;
-      case Extent::kTokenTypes: return config->type_vocab_size;
+      case Extent::kNone:
+        return 1;
+      case Extent::kHidden:
+        return config->hidden_size;
+      case Extent::kIntermediate:
+        return config->intermediate_size;
+      case Extent::kQuery:
+        return config->num_attention_heads * config->head_dim;
+      case Extent::kKeyValue:
+        return key_value_heads * config->head_dim;
+      case Extent::kHeadDim:
+        return config->head_dim;
+      case Extent::kVocab:
+        return config->vocab_size;
+      case Extent::kPositions:
+        return config->max_position_embeddings;
+      case Extent::kTokenTypes:
+        return config->type_vocab_size;
     }
     return 0;
   }
@@ -64,25 +74,34 @@ struct Sizes {  // of one layer
 
 std::string_view field_of(Extent extent) {
   switch (extent) {
-    case Extent::kNone: break;
-    case Extent::kHidden: return "hidden_size";
-    case Extent::kIntermediate: return "intermediate_size";
-    case Extent::kQuery: return "num_attention_heads";
-    case Extent::kKeyValue: return "num_key_value_heads";
-    case Extent::kHeadDim: return "head_dim";
-    case Extent::kVocab: return "vocab_size";
-    case Extent::kPositions: return "max_position_embeddings";
-    case Extent::kTokenTypes: return "type_vocab_size";
+    case Extent::kNone:
+      break;
+    case Extent::kHidden:
+      return "hidden_size";
+    case Extent::kIntermediate:
+      return "intermediate_size";
+    case Extent::kQuery:
+      return "num_attention_heads";
+    case Extent::kKeyValue:
+      return "num_key_value_heads";
+    case Extent::kHeadDim:
+      return "head_dim";
+    case Extent::kVocab:
+      return "vocab_size";
+    case Extent::kPositions:
+      return "max_position_embeddings";
+    case Extent::kTokenTypes:
+      return "type_vocab_size";
   }
   return "size";
 }
 
 // An even cut into `parts` of which `rank` gets one.
-Result<Share> even_share(std::int64_t total, std::int64_t unit, std::string_view what, std::int64_t parts, std::int64_t rank,
-                         const std::string& module) {
+Result<Share> even_share(std::int64_t total, std::int64_t unit, std::string_view what, std::int64_t parts,
+                         std::int64_t rank, const std::string& module) {
   if (total % parts != 0) {
-    return refused("tp=" + std::to_string(parts) + " does not divide " + std::string(what) + " " + std::to_string(total) + " of " +
-                   module);
+    return refused("tp=" + std::to_string(parts) + " does not divide " + std::string(what) + " " +
+                   std::to_string(total) + " of " + module);
   }
   const std::int64_t length = total / parts * unit;
   return Share{total * unit, rank * length, length, length};
@@ -103,16 +122,17 @@ Result<Share> share(const Sizes& sizes, Extent extent, Cut cut, int tp, int rank
       const std::int64_t heads = sizes.key_value_heads;
       if (heads >= tp) return even_share(heads, total / heads, "num_key_value_heads", tp, rank, module);
       if (tp % heads != 0) {
-        return refused("tp=" + std::to_string(tp) + " is no multiple of num_key_value_heads " + std::to_string(heads) + " of " +
-                       module + ", so its heads cannot be shared evenly");
+        return refused("tp=" + std::to_string(tp) + " is no multiple of num_key_value_heads " +
+                       std::to_string(heads) + " of " + module + ", so its heads cannot be shared evenly");
       }
       return even_share(heads, total / heads, "num_key_value_heads", heads, rank / (tp / heads), module);
     }
     case Cut::kVocab: {
       const std::int64_t padded = ceil_div(total, kVocabAlignment) * kVocabAlignment;
       if (padded % tp != 0) {
-        return refused("tp=" + std::to_string(tp) + " does not divide " + std::string(field_of(extent)) + " " +
-                       std::to_string(total) + " padded to " + std::to_string(padded) + " rows of " + module);
+        return refused("tp=" + std::to_string(tp) + " does not divide " + std::string(field_of(extent)) +
+                       " " + std::to_string(total) + " padded to " + std::to_string(padded) + " rows of " +
+                       module);
       }
       const std::int64_t local = padded / tp;
       const std::int64_t start = std::min(rank * local, total);
@@ -122,7 +142,7 @@ Result<Share> share(const Sizes& sizes, Extent extent, Cut cut, int tp, int rank
   return Share{};
 }
 
-// ---- loaders ----------------------------------------------------------------------------------------------------------
+// ---- loaders -----------------------------------------------------------------------------------------
 
 // How the parts of one parameter are cut out of their checkpoint tensors. Shared by the parameter's loader.
 struct Cutter {
@@ -152,7 +172,8 @@ struct Cutter {
   Status load(Parameter& parameter, const Tensor& loaded, const std::string& shard) const {
     const std::vector<std::int64_t> expected = source_shape(shard);
     if (loaded.shape() != expected) {
-      return refused(loaded.name() + " has shape " + describe(loaded.shape()) + "; config.json implies " + describe(expected),
+      return refused(loaded.name() + " has shape " + describe(loaded.shape()) + "; config.json implies " +
+                         describe(expected),
                      Reason::kCheckpointMalformed, loaded.name());
     }
     std::int64_t source_start = 0;  // of the part in a tensor fused on disk
@@ -167,7 +188,8 @@ struct Cutter {
   }
 
  private:
-  Status load_part(Parameter& parameter, const Tensor& loaded, const Part& part, std::int64_t source_start) const {
+  Status load_part(Parameter& parameter, const Tensor& loaded, const Part& part,
+                   std::int64_t source_start) const {
     Tensor source = loaded;
     if (part.rows.length != loaded.size(0)) {
       SHARDPULL_ASSIGN_OR_RETURN(source, source.narrow(0, source_start + part.rows.start, part.rows.length));
@@ -183,7 +205,7 @@ struct Cutter {
   }
 };
 
-// ---- the model --------------------------------------------------------------------------------------------------------
+// ---- the model ---------------------------------------------------------------------------------------
 
 // How far apart two names are (insertions, deletions, replacements).
 std::size_t distance(std::string_view a, std::string_view b) {
@@ -217,7 +239,8 @@ class FamilyModel final : public Model {
 
   std::map<std::string, Source, std::less<>> sources;
   std::map<const Parameter*, std::vector<std::string>> fed_by;
-  std::map<std::string, std::vector<std::string>> fused;  // fused name -> the names it replaces, where this worker keeps them
+  std::map<std::string, std::vector<std::string>>
+      fused;  // fused name -> the names it replaces, where this worker keeps them
   std::vector<IgnoredName> ignored;
   std::string tied_head;  // the name a tied head would have; empty when not tied
   std::string tied_to;
@@ -228,7 +251,8 @@ class FamilyModel final : public Model {
     for (const NamedTensor& weight : weights) {
       given.insert(weight.name);
       const auto source = sources.find(weight.name);
-      if ((source == sources.end() || source->second.targets.empty()) && explain_unused(weight.name).empty()) {
+      if ((source == sources.end() || source->second.targets.empty()) &&
+          explain_unused(weight.name).empty()) {
         unknown.push_back(weight.name);
       }
     }
@@ -248,7 +272,8 @@ class FamilyModel final : public Model {
     if (const auto source = sources.find(name); source != sources.end()) return source->second.unused;
     if (!tied_head.empty() && name == tied_head) return "tied head: " + tied_to + " feeds it";
     for (const IgnoredName& rule : ignored) {
-      if (rule.match == IgnoredName::Match::kPrefix ? name.starts_with(rule.pattern) : name.ends_with(rule.pattern)) {
+      if (rule.match == IgnoredName::Match::kPrefix ? name.starts_with(rule.pattern)
+                                                    : name.ends_with(rule.pattern)) {
         return std::string(rule.reason);
       }
     }
@@ -278,7 +303,8 @@ class FamilyModel final : public Model {
       }
       lines.push_back(std::move(line));
     }
-    return refused(std::to_string(unknown.size()) + " name(s) that this architecture does not have: " + describe_list(lines),
+    return refused(std::to_string(unknown.size()) +
+                       " name(s) that this architecture does not have: " + describe_list(lines),
                    Reason::kBakeFailed, unknown.front());
   }
 
@@ -288,7 +314,8 @@ class FamilyModel final : public Model {
       if (!given.contains(name)) continue;
       for (const std::string& part : parts) {
         if (given.contains(part)) {
-          return refused(part + " is in the checkpoint twice: by itself and fused in " + name, Reason::kCheckpointMalformed, part);
+          return refused(part + " is in the checkpoint twice: by itself and fused in " + name,
+                         Reason::kCheckpointMalformed, part);
         }
       }
     }
@@ -296,12 +323,12 @@ class FamilyModel final : public Model {
   }
 };
 
-// ---- the builder ------------------------------------------------------------------------------------------------------
+// ---- the builder -------------------------------------------------------------------------------------
 
 class Builder {
  public:
-  Builder(const Family& family, const ModelConfig& config, const InferenceLayout& layout, const WorkerCoordinates& at,
-          const BuildOptions& options)
+  Builder(const Family& family, const ModelConfig& config, const InferenceLayout& layout,
+          const WorkerCoordinates& at, const BuildOptions& options)
       : family_(family),
         config_(config),
         layout_(layout),
@@ -315,7 +342,8 @@ class Builder {
 
   static bool is_wrapped(const ModelConfig& config) {
     for (const families::Wrapper& wrapper : families::wrappers()) {
-      if (std::find(config.architectures.begin(), config.architectures.end(), wrapper.architecture) != config.architectures.end()) {
+      if (std::find(config.architectures.begin(), config.architectures.end(), wrapper.architecture) !=
+          config.architectures.end()) {
         return true;
       }
     }
@@ -326,7 +354,8 @@ class Builder {
     model_->ignored.assign(family_.ignored.begin(), family_.ignored.end());
     for (const IndexBuffer& buffer : family_.buffers) SHARDPULL_RETURN_IF_ERROR(add_buffer(buffer));
     for (const ModuleRow& row : family_.rows) {
-      if (row.place == Place::kFirstStage || row.place == Place::kEmbedding) SHARDPULL_RETURN_IF_ERROR(add_row(row, -1));
+      if (row.place == Place::kFirstStage || row.place == Place::kEmbedding)
+        SHARDPULL_RETURN_IF_ERROR(add_row(row, -1));
     }
     for (std::int64_t layer = 0; layer < config_.num_hidden_layers; ++layer) {
       for (const ModuleRow& row : family_.rows) {
@@ -334,7 +363,8 @@ class Builder {
       }
     }
     for (const ModuleRow& row : family_.rows) {
-      if (row.place == Place::kLastStage || row.place == Place::kHead) SHARDPULL_RETURN_IF_ERROR(add_row(row, -1));
+      if (row.place == Place::kLastStage || row.place == Place::kHead)
+        SHARDPULL_RETURN_IF_ERROR(add_row(row, -1));
     }
     return std::unique_ptr<Model>(std::move(model_));
   }
@@ -344,7 +374,9 @@ class Builder {
   bool last_stage() const { return at_.pp_rank == layout_.pp - 1; }
 
   std::string source_name(std::string_view name, std::int64_t layer) const {
-    if (layer >= 0) return outer_source(std::string(family_.source_layer_prefix) + std::to_string(layer) + "." + std::string(name));
+    if (layer >= 0)
+      return outer_source(std::string(family_.source_layer_prefix) + std::to_string(layer) + "." +
+                          std::string(name));
     return outer_source(std::string(name));
   }
   std::string outer_source(std::string name) const {
@@ -384,10 +416,14 @@ class Builder {
 
   bool has_bias(Bias bias) const {
     switch (bias) {
-      case Bias::kNever: return false;
-      case Bias::kAlways: return true;
-      case Bias::kAttentionBias: return config_.attention_bias;
-      case Bias::kMlpBias: return config_.mlp_bias;
+      case Bias::kNever:
+        return false;
+      case Bias::kAlways:
+        return true;
+      case Bias::kAttentionBias:
+        return config_.attention_bias;
+      case Bias::kMlpBias:
+        return config_.mlp_bias;
     }
     return false;
   }
@@ -401,20 +437,24 @@ class Builder {
       model_->tied_to = embedding_source() + ".weight";
       if (!options_.separate_tied_head) {
         Module* const embedding = model_->find_module(worker_name(embedding_row()->name, -1));
-        return keep && embedding != nullptr ? model_->add_module_alias(worker_name(row.name, layer), *embedding) : Status();
+        return keep && embedding != nullptr
+                   ? model_->add_module_alias(worker_name(row.name, layer), *embedding)
+                   : Status();
       }
       from_embedding = true;
     }
 
     const std::string name = worker_name(row.name, layer);
-    const Sizes sizes{&config_, layer >= 0 ? config_.num_key_value_heads[static_cast<std::size_t>(layer)] : 0};
+    const Sizes sizes{&config_,
+                      layer >= 0 ? config_.num_key_value_heads[static_cast<std::size_t>(layer)] : 0};
     auto cutter = std::make_shared<Cutter>();
     std::int64_t local_rows = 0;
     std::int64_t padding_first = 0, padding_end = 0;
     std::vector<std::string> section_sources;
     for (const Section& section : row.sections) {
       if (section.source.empty()) break;
-      SHARDPULL_ASSIGN_OR_RETURN(const Share rows, share(sizes, section.rows, section.cut, layout_.tp, at_.tp_rank, name));
+      SHARDPULL_ASSIGN_OR_RETURN(const Share rows,
+                                 share(sizes, section.rows, section.cut, layout_.tp, at_.tp_rank, name));
       cutter->parts.push_back({std::string(section.shard), rows, local_rows});
       if (rows.local > rows.length) {
         padding_first = local_rows + rows.length;
@@ -426,7 +466,8 @@ class Builder {
     auto bias_cutter = std::make_shared<Cutter>(*cutter);
     std::vector<std::int64_t> shape{local_rows};
     if (row.columns != Extent::kNone) {
-      SHARDPULL_ASSIGN_OR_RETURN(const Share columns, share(sizes, row.columns, row.column_cut, layout_.tp, at_.tp_rank, name));
+      SHARDPULL_ASSIGN_OR_RETURN(const Share columns,
+                                 share(sizes, row.columns, row.column_cut, layout_.tp, at_.tp_rank, name));
       cutter->columns = columns;
       shape.push_back(columns.local);
     }
@@ -435,26 +476,31 @@ class Builder {
     if (keep) {
       SHARDPULL_ASSIGN_OR_RETURN(module, model_->add_module(name, std::string(row.type)));
     }
-    SHARDPULL_RETURN_IF_ERROR(add_parameter(row, layer, module, why, "weight", shape, cutter, section_sources));
+    SHARDPULL_RETURN_IF_ERROR(
+        add_parameter(row, layer, module, why, "weight", shape, cutter, section_sources));
     if (module != nullptr && padding_end > padding_first) {
       SHARDPULL_RETURN_IF_ERROR(module->declare_padding_rows("weight", padding_first, padding_end));
     }
     if (has_bias(row.bias)) {
-      SHARDPULL_RETURN_IF_ERROR(add_parameter(row, layer, module, why, "bias", {local_rows}, bias_cutter, section_sources));
+      SHARDPULL_RETURN_IF_ERROR(
+          add_parameter(row, layer, module, why, "bias", {local_rows}, bias_cutter, section_sources));
     }
     return {};
   }
 
   // Adds "weight" or "bias" to `module` (null: another stage has it) and registers the names that feed it.
-  Status add_parameter(const ModuleRow& row, std::int64_t layer, Module* module, const std::string& why, std::string parameter_name,
-                       std::vector<std::int64_t> shape, std::shared_ptr<const Cutter> cutter,
+  Status add_parameter(const ModuleRow& row, std::int64_t layer, Module* module, const std::string& why,
+                       std::string parameter_name, std::vector<std::int64_t> shape,
+                       std::shared_ptr<const Cutter> cutter,
                        const std::vector<std::string>& section_sources) {
     Parameter* parameter = nullptr;
     if (module != nullptr) {
-      SHARDPULL_ASSIGN_OR_RETURN(parameter, module->add_parameter(parameter_name, dtype_, std::move(shape),
-                                                                  [cutter](Parameter& target, const Tensor& loaded, const std::string& shard) {
-                                                                    return cutter->load(target, loaded, shard);
-                                                                  }));
+      SHARDPULL_ASSIGN_OR_RETURN(
+          parameter,
+          module->add_parameter(parameter_name, dtype_, std::move(shape),
+                                [cutter](Parameter& target, const Tensor& loaded, const std::string& shard) {
+                                  return cutter->load(target, loaded, shard);
+                                }));
     }
     const auto add_source = [&](const std::string& source_module, const std::string& shard) {
       const std::string name = source_module + "." + parameter_name;
@@ -470,7 +516,8 @@ class Builder {
       return name;
     };
     std::vector<std::string> parts;
-    for (std::size_t s = 0; s < section_sources.size(); ++s) parts.push_back(add_source(section_sources[s], cutter->parts[s].shard));
+    for (std::size_t s = 0; s < section_sources.size(); ++s)
+      parts.push_back(add_source(section_sources[s], cutter->parts[s].shard));
     if (!row.fused_source.empty()) {
       const std::string name = source_name(row.fused_source, layer) + "." + parameter_name;
       FamilyModel::Source& source = model_->sources[name];
@@ -506,8 +553,8 @@ class Builder {
         module->add_buffer(std::string(buffer.name), DType::kI64, {1, size}, std::move(initial),
                            [size](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
                              if (loaded.shape() != std::vector<std::int64_t>{1, size}) {
-                               return refused(loaded.name() + " has shape " + describe(loaded.shape()) + "; config.json implies " +
-                                                  describe({1, size}),
+                               return refused(loaded.name() + " has shape " + describe(loaded.shape()) +
+                                                  "; config.json implies " + describe({1, size}),
                                               Reason::kCheckpointMalformed, loaded.name());
                              }
                              return target.data().copy_(loaded);
@@ -538,19 +585,22 @@ class Builder {
 };
 
 Status check_config(const Family& family, const ModelConfig& config) {
-  for (const std::string_view field : family.required_fields) SHARDPULL_RETURN_IF_ERROR(config.require({field}));
+  for (const std::string_view field : family.required_fields)
+    SHARDPULL_RETURN_IF_ERROR(config.require({field}));
   if (config.head_dim <= 0) SHARDPULL_RETURN_IF_ERROR(config.require({"head_dim"}));
   const auto layers = static_cast<std::size_t>(config.num_hidden_layers);
   if (config.num_key_value_heads.size() != layers) {
-    return refused(config.origin + ": num_key_value_heads has " + std::to_string(config.num_key_value_heads.size()) +
-                       " entries for " + std::to_string(layers) + " layers",
+    return refused(config.origin + ": num_key_value_heads has " +
+                       std::to_string(config.num_key_value_heads.size()) + " entries for " +
+                       std::to_string(layers) + " layers",
                    Reason::kCheckpointMalformed);
   }
   for (std::size_t layer = 0; layer < layers; ++layer) {
     const std::int64_t heads = config.num_key_value_heads[layer];
     if (heads < 1 || config.num_attention_heads % heads != 0) {
-      return refused(config.origin + ": num_key_value_heads " + std::to_string(heads) + " of layer " + std::to_string(layer) +
-                         " does not divide num_attention_heads " + std::to_string(config.num_attention_heads),
+      return refused(config.origin + ": num_key_value_heads " + std::to_string(heads) + " of layer " +
+                         std::to_string(layer) + " does not divide num_attention_heads " +
+                         std::to_string(config.num_attention_heads),
                      Reason::kCheckpointMalformed);
     }
   }
@@ -573,7 +623,8 @@ Status compare_tied(const std::string& head, const std::string& embedding, std::
   if (a.size() != b.size()) return differ("in size");
   if (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0) return {};
   const auto first = static_cast<std::size_t>(std::mismatch(a.begin(), a.end(), b.begin()).first - a.begin());
-  const std::size_t row_bytes = std::max<std::size_t>(1, a.size() / static_cast<std::size_t>(std::max<std::int64_t>(1, rows)));
+  const std::size_t row_bytes =
+      std::max<std::size_t>(1, a.size() / static_cast<std::size_t>(std::max<std::int64_t>(1, rows)));
   return differ("from byte " + std::to_string(first) + " (row " + std::to_string(first / row_bytes) + ") on");
 }
 
@@ -581,11 +632,13 @@ Status compare_tied(const std::string& head, const std::string& embedding, std::
 
 Result<WorkerCoordinates> worker_coordinates(const InferenceLayout& layout, std::int64_t consumer_id) {
   if (layout.tp < 1 || layout.pp < 1 || layout.dp < 1 || layout.replicas < 1) {
-    return refused("the inference layout tp=" + std::to_string(layout.tp) + ",pp=" + std::to_string(layout.pp) +
-                   ",dp=" + std::to_string(layout.dp) + ",replicas=" + std::to_string(layout.replicas) + " has a factor below 1");
+    return refused("the inference layout tp=" + std::to_string(layout.tp) +
+                   ",pp=" + std::to_string(layout.pp) + ",dp=" + std::to_string(layout.dp) +
+                   ",replicas=" + std::to_string(layout.replicas) + " has a factor below 1");
   }
   if (consumer_id < 0 || consumer_id >= layout.workers()) {
-    return refused("worker id " + std::to_string(consumer_id) + " is outside [0, " + std::to_string(layout.workers()) + ")");
+    return refused("worker id " + std::to_string(consumer_id) + " is outside [0, " +
+                   std::to_string(layout.workers()) + ")");
   }
   WorkerCoordinates at;
   at.tp_rank = static_cast<int>(consumer_id % layout.tp);
@@ -623,7 +676,8 @@ std::vector<std::string> known_architectures() {
 Result<const families::Family*> find_family(const ModelConfig& config) {
   for (const std::string& architecture : config.architectures) {
     for (const Family& family : families::catalogue()) {
-      if (std::find(family.architectures.begin(), family.architectures.end(), architecture) != family.architectures.end()) {
+      if (std::find(family.architectures.begin(), family.architectures.end(), architecture) !=
+          family.architectures.end()) {
         return &family;
       }
     }
@@ -631,11 +685,13 @@ Result<const families::Family*> find_family(const ModelConfig& config) {
   std::string what = "unknown architecture " + config.architecture();
   if (Builder::is_wrapped(config)) {
     for (const Family& family : families::catalogue()) {
-      if (config.nested && std::find(family.text_types.begin(), family.text_types.end(), config.text_model_type) != family.text_types.end()) {
+      if (config.nested && std::find(family.text_types.begin(), family.text_types.end(),
+                                     config.text_model_type) != family.text_types.end()) {
         return &family;
       }
     }
-    what = "architecture " + config.architecture() + " with a language model of unknown type \"" + config.text_model_type + "\"";
+    what = "architecture " + config.architecture() + " with a language model of unknown type \"" +
+           config.text_model_type + "\"";
   }
   std::string known;
   for (const std::string& name : known_architectures()) known += (known.empty() ? "" : ", ") + name;
@@ -643,23 +699,26 @@ Result<const families::Family*> find_family(const ModelConfig& config) {
                 ErrorInfo{.reason = Reason::kUnknownArchitecture});
 }
 
-Result<std::unique_ptr<Model>> build_model(const families::Family& family, const ModelConfig& config, const InferenceLayout& layout,
-                                           std::int64_t consumer_id, const BuildOptions& options) {
+Result<std::unique_ptr<Model>> build_model(const families::Family& family, const ModelConfig& config,
+                                           const InferenceLayout& layout, std::int64_t consumer_id,
+                                           const BuildOptions& options) {
   SHARDPULL_ASSIGN_OR_RETURN(const WorkerCoordinates at, worker_coordinates(layout, consumer_id));
   SHARDPULL_RETURN_IF_ERROR(check_config(family, config));
   if (layout.pp > 1 && !family.pipelines) {
-    return refused("pp=" + std::to_string(layout.pp) + ": " + config.architecture() + " cannot be cut into pipeline stages");
+    return refused("pp=" + std::to_string(layout.pp) + ": " + config.architecture() +
+                   " cannot be cut into pipeline stages");
   }
   return Builder(family, config, layout, at, options).build();
 }
 
-Result<std::unique_ptr<Model>> build_model(const ModelConfig& config, const InferenceLayout& layout, std::int64_t consumer_id,
-                                           const BuildOptions& options) {
+Result<std::unique_ptr<Model>> build_model(const ModelConfig& config, const InferenceLayout& layout,
+                                           std::int64_t consumer_id, const BuildOptions& options) {
   SHARDPULL_ASSIGN_OR_RETURN(const families::Family* const family, find_family(config));
   return build_model(*family, config, layout, consumer_id, options);
 }
 
-Result<std::vector<std::string>> check_checkpoint(const ModelConfig& config, const std::vector<TensorMeta>& metadata,
+Result<std::vector<std::string>> check_checkpoint(const ModelConfig& config,
+                                                  const std::vector<TensorMeta>& metadata,
                                                   const ReadTensor& read) {
   SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<FamilyModel> model, whole_model(config));
   std::map<std::string_view, std::uint32_t> names;
@@ -668,19 +727,22 @@ Result<std::vector<std::string>> check_checkpoint(const ModelConfig& config, con
   for (std::uint32_t n = 0; n < metadata.size(); ++n) {
     const TensorMeta& meta = metadata[n];
     if (!names.emplace(meta.name, n).second) {
-      return refused("the checkpoint has the name " + meta.name + " twice", Reason::kCheckpointMalformed, meta.name);
+      return refused("the checkpoint has the name " + meta.name + " twice", Reason::kCheckpointMalformed,
+                     meta.name);
     }
     given.insert(meta.name);
     const auto source = model->sources.find(meta.name);
     if (source == model->sources.end()) {
       if (model->explain_unused(meta.name).empty()) unknown.push_back(meta.name);
     } else if (source->second.shape != meta.shape) {
-      shapes.push_back(meta.name + " has shape " + describe(meta.shape) + "; config.json implies " + describe(source->second.shape));
+      shapes.push_back(meta.name + " has shape " + describe(meta.shape) + "; config.json implies " +
+                       describe(source->second.shape));
     }
   }
   if (!unknown.empty()) return model->unknown_names(unknown);
   if (!shapes.empty()) {
-    return refused(describe_list(shapes, "; "), Reason::kCheckpointMalformed, shapes.front().substr(0, shapes.front().find(' ')));
+    return refused(describe_list(shapes, "; "), Reason::kCheckpointMalformed,
+                   shapes.front().substr(0, shapes.front().find(' ')));
   }
   SHARDPULL_RETURN_IF_ERROR(model->check_fused(given));
 
@@ -699,11 +761,13 @@ Result<std::vector<std::string>> check_checkpoint(const ModelConfig& config, con
   }
   if (!missing.empty()) {
     const std::string first = missing.front();
-    return refused(std::to_string(missing.size()) + " tensor(s) that config.json implies are not in the checkpoint: " + describe_list(missing) +
-                       (std::find(missing.begin(), missing.end(), "lm_head.weight") != missing.end()
-                            ? " (tie_word_embeddings is not true, so the head needs a tensor of its own)"
-                            : ""),
-                   Reason::kCheckpointMalformed, first);
+    return refused(
+        std::to_string(missing.size()) +
+            " tensor(s) that config.json implies are not in the checkpoint: " + describe_list(missing) +
+            (std::find(missing.begin(), missing.end(), "lm_head.weight") != missing.end()
+                 ? " (tie_word_embeddings is not true, so the head needs a tensor of its own)"
+                 : ""),
+        Reason::kCheckpointMalformed, first);
   }
 
   std::vector<std::string> notes;
@@ -713,9 +777,9 @@ Result<std::vector<std::string>> check_checkpoint(const ModelConfig& config, con
     const TensorMeta& a = metadata[head->second];
     const TensorMeta& b = metadata[embedding->second];
     if (a.dtype != b.dtype || a.shape != b.shape) {
-      return refused(a.name + " " + std::string(dtype_name(a.dtype)) + " " + describe(a.shape) + " cannot repeat " + b.name + " " +
-                         std::string(dtype_name(b.dtype)) + " " + describe(b.shape) +
-                         ", although config.json ties them (tie_word_embeddings=true)",
+      return refused(a.name + " " + std::string(dtype_name(a.dtype)) + " " + describe(a.shape) +
+                         " cannot repeat " + b.name + " " + std::string(dtype_name(b.dtype)) + " " +
+                         describe(b.shape) + ", although config.json ties them (tie_word_embeddings=true)",
                      Reason::kCheckpointMalformed, a.name);
     }
     if (read) {
@@ -726,7 +790,8 @@ Result<std::vector<std::string>> check_checkpoint(const ModelConfig& config, con
       SHARDPULL_RETURN_IF_ERROR(compare_tied(a.name, b.name, copy, second, a.shape.empty() ? 1 : a.shape[0]));
       notes.push_back("redundant head: " + a.name + " repeats the tied " + b.name + " and is not used");
     } else {
-      notes.push_back("redundant head: " + a.name + " is tied to " + b.name + " and is not used; its bytes were not compared");
+      notes.push_back("redundant head: " + a.name + " is tied to " + b.name +
+                      " and is not used; its bytes were not compared");
     }
   }
   return notes;

@@ -36,8 +36,9 @@ struct WorkerCoordinates {
 // Refused: a factor below 1, an id outside [0, workers()).
 Result<WorkerCoordinates> worker_coordinates(const InferenceLayout& layout, std::int64_t consumer_id);
 
-// The layers [first, second) of each pipeline stage, as vLLM's get_pp_indices cuts them: equal counts, the remainder going
-// one each to the stages before the last, from the back. A stage may get none. layers >= 0, pp >= 1.
+// The layers [first, second) of each pipeline stage, as vLLM's get_pp_indices cuts them: equal counts, the
+// remainder going one each to the stages before the last, from the back. A stage may get none. layers >= 0,
+// pp >= 1.
 std::vector<std::pair<std::int64_t, std::int64_t>> pipeline_stages(std::int64_t layers, int pp);
 
 struct BuildOptions {
@@ -52,16 +53,17 @@ std::vector<std::string> known_architectures();
 // The family of a config. UNIMPLEMENTED with reason kUnknownArchitecture, naming it and the known ones.
 Result<const families::Family*> find_family(const ModelConfig& config);
 
-// The model of worker `consumer_id`, not materialised. Its load_weights accepts the checkpoint's Hugging Face names in any
-// order and refuses, before it loads anything, a name that the family does not have (naming it and the nearest known one) or
-// a part that is there both fused and separate; a tensor of another shape than the config implies is refused by name, with
-// both shapes. explain_unused says "other stage: ...", "tied head: ..." or "unused ...".
+// The model of worker `consumer_id`, not materialised. Its load_weights accepts the checkpoint's Hugging Face
+// names in any order and refuses, before it loads anything, a name that the family does not have (naming it
+// and the nearest known one) or a part that is there both fused and separate; a tensor of another shape than
+// the config implies is refused by name, with both shapes. explain_unused says "other stage: ...", "tied
+// head: ..." or "unused ...".
 //
-// Refused: an unknown architecture; a layout or id out of range; a field config.json lacks; tp that does not divide the
-// query heads, the key/value heads (nor is divided by them), the intermediate size or the padded vocabulary, each with the
-// numbers; pp > 1 for a family without pipeline stages.
-Result<std::unique_ptr<Model>> build_model(const ModelConfig& config, const InferenceLayout& layout, std::int64_t consumer_id,
-                                           const BuildOptions& options = {});
+// Refused: an unknown architecture; a layout or id out of range; a field config.json lacks; tp that does not
+// divide the query heads, the key/value heads (nor is divided by them), the intermediate size or the padded
+// vocabulary, each with the numbers; pp > 1 for a family without pipeline stages.
+Result<std::unique_ptr<Model>> build_model(const ModelConfig& config, const InferenceLayout& layout,
+                                           std::int64_t consumer_id, const BuildOptions& options = {});
 // The same for a family that is not in the catalogue. Its strings must outlive the model.
 Result<std::unique_ptr<Model>> build_model(const families::Family& family, const ModelConfig& config,
                                            const InferenceLayout& layout, std::int64_t consumer_id,
@@ -70,11 +72,13 @@ Result<std::unique_ptr<Model>> build_model(const families::Family& family, const
 // Gives the bytes of tensor `name` (index into the metadata), row-major, borrowed until the next call.
 using ReadTensor = std::function<Result<std::span<const std::byte>>(std::uint32_t name)>;
 
-// Looks at a whole checkpoint before anything starts: names the config does not explain, tensors it implies that are
-// missing (an untied head too), other shapes than it implies. A head that repeats a tied embedding is accepted with a note
-// when its bytes are equal, and refused by name when they differ; `read` is called for those two only, and may be null when
-// the bytes are not at hand (the note says so then). Returns notes for people, maybe none.
-Result<std::vector<std::string>> check_checkpoint(const ModelConfig& config, const std::vector<TensorMeta>& metadata,
+// Looks at a whole checkpoint before anything starts: names the config does not explain, tensors it implies
+// that are missing (an untied head too), other shapes than it implies. A head that repeats a tied embedding
+// is accepted with a note when its bytes are equal, and refused by name when they differ; `read` is called
+// for those two only, and may be null when the bytes are not at hand (the note says so then). Returns notes
+// for people, maybe none.
+Result<std::vector<std::string>> check_checkpoint(const ModelConfig& config,
+                                                  const std::vector<TensorMeta>& metadata,
                                                   const ReadTensor& read);
 
 }  // namespace shardpull

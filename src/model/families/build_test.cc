@@ -28,7 +28,8 @@ TEST(Layout, PipelineStagesAsVllmCutsThem) {
   EXPECT_EQ(pipeline_stages(3, 2), (Stages{{0, 2}, {2, 3}}));
   EXPECT_EQ(pipeline_stages(7, 3), (Stages{{0, 2}, {2, 5}, {5, 7}}));
   EXPECT_EQ(pipeline_stages(8, 3), (Stages{{0, 3}, {3, 6}, {6, 8}}));
-  EXPECT_EQ(pipeline_stages(61, 8), (Stages{{0, 7}, {7, 14}, {14, 22}, {22, 30}, {30, 38}, {38, 46}, {46, 54}, {54, 61}}));
+  EXPECT_EQ(pipeline_stages(61, 8),
+            (Stages{{0, 7}, {7, 14}, {14, 22}, {22, 30}, {30, 38}, {38, 46}, {46, 54}, {54, 61}}));
   EXPECT_EQ(pipeline_stages(2, 4), (Stages{{0, 0}, {0, 1}, {1, 2}, {2, 2}}));
 }
 
@@ -39,12 +40,14 @@ TEST(Families, EveryLayoutIsExact) {
     const Weights weights(tiny.tensors());
     for (const InferenceLayout& layout : layouts) {
       for (std::int64_t id = 0; id < layout.workers(); ++id) {
-        SCOPED_TRACE(tiny.architecture + " tp=" + std::to_string(layout.tp) + " pp=" + std::to_string(layout.pp) + " id " + std::to_string(id));
+        SCOPED_TRACE(tiny.architecture + " tp=" + std::to_string(layout.tp) +
+                     " pp=" + std::to_string(layout.pp) + " id " + std::to_string(id));
         exact_worker(config, weights, layout, id);
       }
     }
   };
-  const std::initializer_list<InferenceLayout> layouts{{}, {.tp = 2}, {.tp = 4}, {.tp = 8}, {.pp = 2}, {.tp = 2, .pp = 3}, {.tp = 2, .dp = 2, .replicas = 2}};
+  const std::initializer_list<InferenceLayout> layouts{
+      {}, {.tp = 2}, {.tp = 4}, {.tp = 8}, {.pp = 2}, {.tp = 2, .pp = 3}, {.tp = 2, .dp = 2, .replicas = 2}};
   check({}, layouts);
   check({.tied = true}, layouts);
   check({.vocab = 1024}, {{.tp = 4, .pp = 4}});
@@ -56,12 +59,15 @@ TEST(Families, EveryLayoutIsExact) {
 }
 
 TEST(Families, BertIsExact) {
-  const ModelConfig config = must(ModelConfig::parse(R"({"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 32,
+  const ModelConfig config =
+      must(ModelConfig::parse(R"({"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 32,
       "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 100, "max_position_embeddings": 40,
       "type_vocab_size": 2})"));
   for (const bool with_ids : {true, false}) {
     std::vector<TensorMeta> metas;
-    const auto add = [&](std::string name, std::vector<std::int64_t> shape, DType dtype = DType::kF32) { metas.push_back({std::move(name), dtype, std::move(shape)}); };
+    const auto add = [&](std::string name, std::vector<std::int64_t> shape, DType dtype = DType::kF32) {
+      metas.push_back({std::move(name), dtype, std::move(shape)});
+    };
     const auto dense = [&](const std::string& name, std::int64_t out, std::int64_t in) {
       add(name + ".weight", {out, in});
       add(name + ".bias", {out});
@@ -102,7 +108,11 @@ TEST(Families, BertIsExact) {
   }
   EXPECT_TRUE(fails_with(build_model(config, {.pp = 2}, 0), {"pp=2", "BertModel"}));
   EXPECT_TRUE(fails_with(build_model(config, {.tp = 3}, 0), {"tp=3"}));
-  EXPECT_EQ(must(build_model(config, {}, 0))->find_module("model.embeddings.word_embeddings")->find("weight")->dtype(), DType::kF32);
+  EXPECT_EQ(must(build_model(config, {}, 0))
+                ->find_module("model.embeddings.word_embeddings")
+                ->find("weight")
+                ->dtype(),
+            DType::kF32);
   const auto half = must(build_model(config, {}, 0, {.dtype = DType::kBF16}));
   EXPECT_EQ(half->find_module("model.embeddings.word_embeddings")->find("weight")->dtype(), DType::kBF16);
   EXPECT_EQ(half->find_module("model.embeddings")->find("position_ids")->dtype(), DType::kI64);
@@ -111,41 +121,62 @@ TEST(Families, BertIsExact) {
 TEST(Families, RefusesUnknownArchitectures) {
   const ModelConfig config = must(ModelConfig::parse(R"({"architectures": ["FalconForCausalLM"]})"));
   const auto refused = build_model(config, {}, 0);
-  EXPECT_TRUE(fails_with(refused, {"FalconForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "BertModel"}));
+  EXPECT_TRUE(fails_with(refused, {"FalconForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM",
+                                   "Qwen3ForCausalLM", "BertModel"}));
   EXPECT_EQ(refused.status().info().reason, Reason::kUnknownArchitecture);
-  EXPECT_TRUE(fails_with(build_model(TinyModel{.architecture = "LlavaForConditionalGeneration"}.config(), {}, 0), {"Llava"}));
-  EXPECT_TRUE(fails_with(build_model(TinyModel{.architecture = "LlavaForConditionalGeneration", .text_config_type = "gemma"}.config(), {}, 0), {"gemma"}));
+  EXPECT_TRUE(fails_with(
+      build_model(TinyModel{.architecture = "LlavaForConditionalGeneration"}.config(), {}, 0), {"Llava"}));
+  EXPECT_TRUE(fails_with(
+      build_model(
+          TinyModel{.architecture = "LlavaForConditionalGeneration", .text_config_type = "gemma"}.config(),
+          {}, 0),
+      {"gemma"}));
 }
 
 // tp that does not fit, with the numbers.
 TEST(Families, RefusesTensorParallelSizes) {
   EXPECT_TRUE(fails_with(build_model(TinyModel{}.config(), {.tp = 3}, 0), {"tp=3", "vocab_size 100", "128"}));
-  EXPECT_TRUE(fails_with(build_model(TinyModel{.vocab = 192}.config(), {.tp = 3}, 0), {"tp=3", "num_attention_heads 8"}));
-  EXPECT_TRUE(fails_with(build_model(TinyModel{.vocab = 1024}.config(), {.tp = 16}, 0), {"tp=16", "num_attention_heads 8"}));
-  EXPECT_TRUE(fails_with(build_model(TinyModel{.heads = 12, .kv_heads = 6}.config(), {.tp = 4}, 0), {"tp=4", "num_key_value_heads 6"}));
-  EXPECT_TRUE(fails_with(build_model(TinyModel{.heads = 24, .kv_heads = 3}.config(), {.tp = 8}, 0), {"tp=8", "num_key_value_heads 3", "no multiple"}));
-  EXPECT_TRUE(fails_with(build_model(TinyModel{.ffn = 98}.config(), {.tp = 4}, 0), {"tp=4", "intermediate_size 98"}));
+  EXPECT_TRUE(fails_with(build_model(TinyModel{.vocab = 192}.config(), {.tp = 3}, 0),
+                         {"tp=3", "num_attention_heads 8"}));
+  EXPECT_TRUE(fails_with(build_model(TinyModel{.vocab = 1024}.config(), {.tp = 16}, 0),
+                         {"tp=16", "num_attention_heads 8"}));
+  EXPECT_TRUE(fails_with(build_model(TinyModel{.heads = 12, .kv_heads = 6}.config(), {.tp = 4}, 0),
+                         {"tp=4", "num_key_value_heads 6"}));
+  EXPECT_TRUE(fails_with(build_model(TinyModel{.heads = 24, .kv_heads = 3}.config(), {.tp = 8}, 0),
+                         {"tp=8", "num_key_value_heads 3", "no multiple"}));
+  EXPECT_TRUE(
+      fails_with(build_model(TinyModel{.ffn = 98}.config(), {.tp = 4}, 0), {"tp=4", "intermediate_size 98"}));
   EXPECT_TRUE(fails_with(build_model(TinyModel{}.config(), {.tp = 2}, 2), {"2"}));
 }
 
 TEST(Families, NeedsItsFields) {
-  EXPECT_TRUE(fails_with(build_model(must(ModelConfig::parse(R"({"architectures": ["LlamaForCausalLM"], "hidden_size": 64})")), {}, 0), {"num_hidden_layers"}));
+  EXPECT_TRUE(fails_with(
+      build_model(must(ModelConfig::parse(R"({"architectures": ["LlamaForCausalLM"], "hidden_size": 64})")),
+                  {}, 0),
+      {"num_hidden_layers"}));
 }
 
 // A missing tensor is named; a shape that the config does not imply is named with both shapes.
 TEST(Families, MissingAndMisshapenTensors) {
   const TinyModel tiny;
-  for (const std::string missing : {"model.norm.weight", "model.layers.2.self_attn.k_proj.weight", "lm_head.weight", "model.embed_tokens.weight"}) {
+  for (const std::string missing : {"model.norm.weight", "model.layers.2.self_attn.k_proj.weight",
+                                    "lm_head.weight", "model.embed_tokens.weight"}) {
     std::vector<TensorMeta> metas = tiny.tensors();
     std::erase_if(metas, [&](const TensorMeta& meta) { return meta.name == missing; });
-    EXPECT_TRUE(fails_with(bake(*must(build_model(tiny.config(), {.tp = 2}, 1)), metas), {"the source has no " + missing})) << missing;
+    EXPECT_TRUE(fails_with(bake(*must(build_model(tiny.config(), {.tp = 2}, 1)), metas),
+                           {"the source has no " + missing}))
+        << missing;
     EXPECT_TRUE(fails_with(check_checkpoint(tiny.config(), metas, nullptr), {missing})) << missing;
   }
   std::vector<TensorMeta> metas = tiny.tensors();
-  const auto wrong = std::find_if(metas.begin(), metas.end(), [](const TensorMeta& meta) { return meta.name == "model.layers.1.self_attn.v_proj.weight"; });
+  const auto wrong = std::find_if(metas.begin(), metas.end(), [](const TensorMeta& meta) {
+    return meta.name == "model.layers.1.self_attn.v_proj.weight";
+  });
   wrong->shape = {64, 64};
-  EXPECT_TRUE(fails_with(bake(*must(build_model(tiny.config(), {.tp = 2}, 0)), metas), {wrong->name, "[64, 64]", "[16, 64]"}));
-  EXPECT_TRUE(fails_with(check_checkpoint(tiny.config(), metas, nullptr), {wrong->name, "[64, 64]", "[16, 64]"}));
+  EXPECT_TRUE(fails_with(bake(*must(build_model(tiny.config(), {.tp = 2}, 0)), metas),
+                         {wrong->name, "[64, 64]", "[16, 64]"}));
+  EXPECT_TRUE(
+      fails_with(check_checkpoint(tiny.config(), metas, nullptr), {wrong->name, "[64, 64]", "[16, 64]"}));
   EXPECT_OK(check_checkpoint(tiny.config(), tiny.tensors(), nullptr));
   EXPECT_OK(check_checkpoint(TinyModel{.fused = true}.config(), TinyModel{.fused = true}.tensors(), nullptr));
 }
@@ -155,18 +186,23 @@ TEST(Families, FusedAndSeparateAtOnce) {
   const TinyModel tiny;
   std::vector<TensorMeta> metas = tiny.tensors();
   metas.push_back({"model.layers.0.self_attn.qkv_proj.weight", DType::kBF16, {96, 64}});
-  EXPECT_TRUE(fails_with(bake(*must(build_model(tiny.config(), {}, 0)), metas), {"model.layers.0.self_attn.q_proj.weight", "fused"}));
+  EXPECT_TRUE(fails_with(bake(*must(build_model(tiny.config(), {}, 0)), metas),
+                         {"model.layers.0.self_attn.q_proj.weight", "fused"}));
   EXPECT_TRUE(fails_with(check_checkpoint(tiny.config(), metas, nullptr), {"fused"}));
 }
 
 TEST(Families, ExplainsWhatItDoesNotKeep) {
   const auto stage0 = must(build_model(TinyModel{}.config(), {.tp = 2, .pp = 2}, 0));
-  EXPECT_NE(stage0->explain_unused("model.layers.3.mlp.up_proj.weight").find("other stage: layer 3 is on stage 1"), std::string::npos);
-  EXPECT_NE(stage0->explain_unused("model.layers.3.mlp.gate_up_proj.weight").find("other stage"), std::string::npos);
+  EXPECT_NE(
+      stage0->explain_unused("model.layers.3.mlp.up_proj.weight").find("other stage: layer 3 is on stage 1"),
+      std::string::npos);
+  EXPECT_NE(stage0->explain_unused("model.layers.3.mlp.gate_up_proj.weight").find("other stage"),
+            std::string::npos);
   EXPECT_NE(stage0->explain_unused("lm_head.weight").find("other stage: stage 1"), std::string::npos);
   EXPECT_EQ(stage0->explain_unused("model.layers.0.mlp.up_proj.weight"), "");
   EXPECT_EQ(stage0->explain_unused("model.layers.4.mlp.up_proj.weight"), "");
-  EXPECT_NE(stage0->explain_unused("model.layers.3.self_attn.rotary_emb.inv_freq").find("unused"), std::string::npos);
+  EXPECT_NE(stage0->explain_unused("model.layers.3.self_attn.rotary_emb.inv_freq").find("unused"),
+            std::string::npos);
   const auto tied = must(build_model(TinyModel{.tied = true}.config(), {.pp = 2}, 1));
   EXPECT_NE(tied->explain_unused("lm_head.weight").find("tied head"), std::string::npos);
   EXPECT_EQ(tied->find_module("lm_head"), tied->find_module("model.embed_tokens"));
@@ -183,7 +219,8 @@ TEST(Families, PartialLoads) {
   std::vector<NamedTensor> tensors = weights.real();
   std::reverse(tensors.begin(), tensors.end());
   for (const NamedTensor& tensor : tensors) ASSERT_OK(model->load_weights({tensor}));
-  EXPECT_EQ(bytes_of_parameter(*model, "model.layers.3.self_attn.qkv_proj", "weight"), bytes_of_parameter(*whole, "model.layers.3.self_attn.qkv_proj", "weight"));
+  EXPECT_EQ(bytes_of_parameter(*model, "model.layers.3.self_attn.qkv_proj", "weight"),
+            bytes_of_parameter(*whole, "model.layers.3.self_attn.qkv_proj", "weight"));
 }
 
 }  // namespace

@@ -6,12 +6,19 @@ namespace {
 
 using enum Extent;
 
-constexpr Section query(std::string_view source) { return {source, "q", kQuery, Cut::kQueryHeads}; }
-constexpr Section key(std::string_view source) { return {source, "k", kKeyValue, Cut::kKeyValueHeads}; }
-constexpr Section value(std::string_view source) { return {source, "v", kKeyValue, Cut::kKeyValueHeads}; }
+constexpr Section query(std::string_view source) {
+  return {source, "q", kQuery, Cut::kQueryHeads};
+}
+constexpr Section key(std::string_view source) {
+  return {source, "k", kKeyValue, Cut::kKeyValueHeads};
+}
+constexpr Section value(std::string_view source) {
+  return {source, "v", kKeyValue, Cut::kKeyValueHeads};
+}
 
 constexpr ModuleRow norm(Place place, std::string_view name, Extent size = kHidden) {
-  return {.place = place, .name = name, .type = "RMSNorm", .sections = {Section{name, "", size, Cut::kWhole}}};
+  return {
+      .place = place, .name = name, .type = "RMSNorm", .sections = {Section{name, "", size, Cut::kWhole}}};
 }
 
 constexpr ModuleRow kEmbedTokens{.place = Place::kEmbedding,
@@ -137,12 +144,13 @@ constexpr ModuleRow kBertRows[] = {
     bert_embedding("model.embeddings.position_embeddings", "embeddings.position_embeddings", kPositions),
     bert_embedding("model.embeddings.token_type_embeddings", "embeddings.token_type_embeddings", kTokenTypes),
     bert_norm(Place::kFirstStage, "model.embeddings.LayerNorm", "embeddings.LayerNorm"),
-    ModuleRow{.place = Place::kLayer,
-              .name = "attention.self.qkv_proj",
-              .type = "QKVParallelLinear",
-              .sections = {query("attention.self.query"), key("attention.self.key"), value("attention.self.value")},
-              .columns = kHidden,
-              .bias = Bias::kAlways},
+    ModuleRow{
+        .place = Place::kLayer,
+        .name = "attention.self.qkv_proj",
+        .type = "QKVParallelLinear",
+        .sections = {query("attention.self.query"), key("attention.self.key"), value("attention.self.value")},
+        .columns = kHidden,
+        .bias = Bias::kAlways},
     bert_row_projection("attention.output.dense", kQuery, Cut::kQueryHeads),
     bert_norm(Place::kLayer, "attention.output.LayerNorm", "attention.output.LayerNorm"),
     ModuleRow{.place = Place::kLayer,
@@ -168,10 +176,11 @@ constexpr IgnoredName kBertIgnored[] = {
     {IgnoredName::Match::kPrefix, "pooler.", "unused: an embedding model keeps no pooler weights"},
 };
 
-constexpr std::string_view kDecoderFields[] = {"hidden_size",         "num_hidden_layers", "num_attention_heads",
-                                               "intermediate_size",   "vocab_size"};
-constexpr std::string_view kBertFields[] = {"hidden_size",       "num_hidden_layers", "num_attention_heads",     "intermediate_size",
-                                            "vocab_size",        "max_position_embeddings", "type_vocab_size"};
+constexpr std::string_view kDecoderFields[] = {"hidden_size", "num_hidden_layers", "num_attention_heads",
+                                               "intermediate_size", "vocab_size"};
+constexpr std::string_view kBertFields[] = {
+    "hidden_size", "num_hidden_layers",       "num_attention_heads", "intermediate_size",
+    "vocab_size",  "max_position_embeddings", "type_vocab_size"};
 
 constexpr std::string_view kLlamaArchitectures[] = {"LlamaForCausalLM", "MistralForCausalLM"};
 constexpr std::string_view kLlamaTypes[] = {"llama", "mistral"};
@@ -223,14 +232,19 @@ constexpr Family kFamilies[] = {
 };
 
 constexpr Wrapper kWrappers[] = {
-    {"LlavaForConditionalGeneration"},    {"LlavaNextForConditionalGeneration"}, {"LlavaOnevisionForConditionalGeneration"},
-    {"Mistral3ForConditionalGeneration"}, {"Qwen2VLForConditionalGeneration"},   {"Qwen2_5_VLForConditionalGeneration"},
+    {"LlavaForConditionalGeneration"},          {"LlavaNextForConditionalGeneration"},
+    {"LlavaOnevisionForConditionalGeneration"}, {"Mistral3ForConditionalGeneration"},
+    {"Qwen2VLForConditionalGeneration"},        {"Qwen2_5_VLForConditionalGeneration"},
     {"Qwen3VLForConditionalGeneration"},
 };
 
 }  // namespace
 
-std::span<const Family> catalogue() { return kFamilies; }
-std::span<const Wrapper> wrappers() { return kWrappers; }
+std::span<const Family> catalogue() {
+  return kFamilies;
+}
+std::span<const Wrapper> wrappers() {
+  return kWrappers;
+}
 
 }  // namespace shardpull::families

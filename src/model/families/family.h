@@ -1,10 +1,11 @@
 // A model family as data: which modules it has, which checkpoint tensors feed them, and how each is cut.
 //
-// A Family is a list of ModuleRows. Every row is one module with a "weight" (and maybe a "bias") made of SECTIONS along
-// dim 0, each fed by a checkpoint tensor of its own (q, k, v), or all together by one that is fused on disk. A rank's part of
-// a section is a contiguous run of its rows (`cut`), and of its columns when `column_cut` says so. One builder
-// (families/build.cc) turns rows, a config and a worker's place into modules, loaders and the list of names. The tables are in
-// families/catalogue.cc; names and layouts are those of vLLM 0.32.
+// A Family is a list of ModuleRows. Every row is one module with a "weight" (and maybe a "bias") made of
+// SECTIONS along dim 0, each fed by a checkpoint tensor of its own (q, k, v), or all together by one that is
+// fused on disk. A rank's part of a section is a contiguous run of its rows (`cut`), and of its columns when
+// `column_cut` says so. One builder (families/build.cc) turns rows, a config and a worker's place into
+// modules, loaders and the list of names. The tables are in families/catalogue.cc; names and layouts are
+// those of vLLM 0.32.
 #pragma once
 
 #include <array>
@@ -16,15 +17,15 @@ namespace shardpull::families {
 
 // A size that config.json gives.
 enum class Extent : std::uint8_t {
-  kNone,          // no such dim
+  kNone,  // no such dim
   kHidden,
   kIntermediate,
-  kQuery,         // query heads x head_dim
-  kKeyValue,      // the layer's key/value heads x head_dim
+  kQuery,     // query heads x head_dim
+  kKeyValue,  // the layer's key/value heads x head_dim
   kHeadDim,
   kVocab,
-  kPositions,     // max_position_embeddings
-  kTokenTypes,    // type_vocab_size
+  kPositions,   // max_position_embeddings
+  kTokenTypes,  // type_vocab_size
 };
 
 // How a dim is divided over the tensor-parallel ranks.
@@ -32,8 +33,9 @@ enum class Cut : std::uint8_t {
   kWhole,          // every rank holds all of it
   kEven,           // equal parts; refused when tp does not divide it
   kQueryHeads,     // whole heads; refused when tp does not divide them
-  kKeyValueHeads,  // whole heads; one head is shared by tp / heads ranks when there are fewer heads than ranks
-  kVocab,          // padded to a multiple of 64, then equal parts; rows past the real ones are declared padding
+  kKeyValueHeads,  // whole heads; one head is shared by tp / heads ranks when there are fewer heads than
+                   // ranks
+  kVocab,  // padded to a multiple of 64, then equal parts; rows past the real ones are declared padding
 };
 
 // Where a module lives, and whether its names repeat per layer.
@@ -42,7 +44,8 @@ enum class Place : std::uint8_t {
   kEmbedding,  // the first stage, and the last as well when the head is tied to it
   kLayer,      // the stage of its layer; names are relative to the layer's prefix
   kLastStage,
-  kHead,       // the last stage; absent when tied (unless asked to keep storage of its own, fed by the embedding's name)
+  kHead,  // the last stage; absent when tied (unless asked to keep storage of its own, fed by the embedding's
+          // name)
 };
 
 // What decides whether a row has a bias.
@@ -59,13 +62,14 @@ inline constexpr std::size_t kMaxSections = 3;
 
 struct ModuleRow {
   Place place = Place::kLayer;
-  std::string_view name;  // the worker's module
-  std::string_view type;  // vLLM's class
+  std::string_view name;                         // the worker's module
+  std::string_view type;                         // vLLM's class
   std::array<Section, kMaxSections> sections{};  // those with an empty source do not exist
   Extent columns = Extent::kNone;                // kNone: the weight has one dim
   Cut column_cut = Cut::kWhole;
   Bias bias = Bias::kNever;
-  std::string_view fused_source{};  // checkpoint module that holds all sections one after the other; may be empty
+  std::string_view
+      fused_source{};  // checkpoint module that holds all sections one after the other; may be empty
 };
 
 // A buffer that a checkpoint may feed: row 0, 1, 2, ... as I64 [1, size] when it does not.
@@ -83,22 +87,22 @@ struct IgnoredName {
 };
 
 struct Family {
-  std::string_view key;                              // "llama"
-  std::span<const std::string_view> architectures;   // of config.json
-  std::span<const std::string_view> text_types;      // text_config.model_type, inside a multimodal checkpoint
-  std::string_view source_layer_prefix;              // "model.layers."
+  std::string_view key;                             // "llama"
+  std::span<const std::string_view> architectures;  // of config.json
+  std::span<const std::string_view> text_types;     // text_config.model_type, inside a multimodal checkpoint
+  std::string_view source_layer_prefix;             // "model.layers."
   std::string_view worker_layer_prefix;
   std::span<const ModuleRow> rows;
   std::span<const IndexBuffer> buffers;
   std::span<const IgnoredName> ignored;
   bool has_head = true;
-  bool pipelines = true;  // may be cut into pipeline stages
+  bool pipelines = true;                              // may be cut into pipeline stages
   std::span<const std::string_view> required_fields;  // of config.json
 };
 
 // Multimodal architectures whose language model is a family of its own: its source names lie under
-// "model.language_model." (the head stays "lm_head."), its worker names under "language_model.". The other parts of such a
-// model are not known here, and their names are refused.
+// "model.language_model." (the head stays "lm_head."), its worker names under "language_model.". The other
+// parts of such a model are not known here, and their names are refused.
 struct Wrapper {
   std::string_view architecture;
 };
