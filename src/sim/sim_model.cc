@@ -244,6 +244,10 @@ Result<SimModel> SimModel::make(const SimOptions& options, std::uint64_t seed) {
   SHARDPULL_ASSIGN_OR_RETURN(tables->ownership,
                              resolve_ownership(tables->metadata, holdings_of(options, tables->metadata, random)));
   tables->producer_mappable.assign(options.trainers, 1);
+  if (options.path == PathPolicy::kAuto) {
+    for (std::uint32_t r = 0; r < options.trainers; ++r) tables->producer_mappable[r] = random.chance(0.3) ? 1 : 0;
+    tables->export_pack_limit = 512;  // the matrices are above it, vectors below
+  }
   tables->num_consumers = options.tp * options.pp * options.replicas;
   tables->num_replicas = options.replicas;
   tables->workers_per_replica = options.share_slots ? 0 : tables->num_consumers;

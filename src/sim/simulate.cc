@@ -134,7 +134,7 @@ SimOptions SimOptions::draw(std::uint64_t seed) {
   options.lookahead = one_of({0, 1, 3});
   options.layers = one_of({2, 3, 5});
   options.holdings = static_cast<Holdings>(random.below(4));
-  options.path = random.chance(0.5) ? PathPolicy::kPacked : PathPolicy::kMapped;
+  options.path = static_cast<PathPolicy>(random.below(3));
   options.max_chunk_bytes = one_of({0, 256, 512, 1024});
   options.chunk_split = one_of({1, 1, 3});
   options.pull_split = one_of({1, 1, 2});

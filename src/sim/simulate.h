@@ -29,14 +29,14 @@ struct SimOptions {
   std::uint32_t layers = 3;
   std::uint32_t syncs = 3;
   Holdings holdings = Holdings::kEverybody;
-  PathPolicy path = PathPolicy::kAuto;
+  PathPolicy path = PathPolicy::kAuto;  // auto: only some ranks' large tensors can be mapped, so that lanes carry both
   std::uint64_t max_chunk_bytes = 512;
   std::uint32_t chunk_split = 1, pull_split = 1;
   bool tied = false;         // the head is the embedding: one name feeds two modules
   bool share_slots = true;   // replicas meet at the serve slots
   bool degraded = false;     // every second sync leaves the last replica out
 
-  // Settings drawn from a seed, K of 1, 2, 4, lookahead of 0, 1, 3 and both paths among them.
+  // Settings drawn from a seed, K of 1, 2, 4, lookahead of 0, 1, 3 and all paths among them.
   static SimOptions draw(std::uint64_t seed);
 };
 // One line, for the message of a failed seed.

@@ -27,7 +27,7 @@ TEST(Simulate, EveryDepthLookaheadAndPath) {
   std::uint64_t seed = 1000;
   for (const std::uint32_t ring_depth : {1u, 2u, 4u}) {
     for (const std::uint32_t lookahead : {0u, 1u, 3u}) {
-      for (const PathPolicy path : {PathPolicy::kPacked, PathPolicy::kMapped}) {
+      for (const PathPolicy path : {PathPolicy::kPacked, PathPolicy::kMapped, PathPolicy::kAuto}) {
         SimOptions options;
         options.ring_depth = ring_depth;
         options.lookahead = lookahead;
@@ -106,7 +106,7 @@ TEST(Simulate, TheSeedsCoverTheirSettings) {
   EXPECT_EQ(trainers.size(), 4u);
   EXPECT_GE(workers.size(), 4u);
   EXPECT_EQ(holdings.size(), 4u);
-  EXPECT_EQ(paths.size(), 2u);
+  EXPECT_EQ(paths.size(), 3u);
   EXPECT_GT(early, 0u) << "messages that come before their sync has begun on a rank";
 }
 
