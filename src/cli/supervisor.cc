@@ -181,8 +181,8 @@ void Supervisor::reap(const Handlers& handlers) {
     read_channel(i, handlers);  // what it said before it ended
     read_errors(child);
     const int code = child.process.exit_code();
-    // Codes 1 and 2 come with a reason; any other end is none that the program chose.
-    child.crashed = code < 0 ? !child.process.signalled_by_us() : code > 2;
+    // A process that fails by itself says why. Any other bad end is none that it chose: what it wrote last may explain it.
+    child.crashed = code < 0 ? !child.process.signalled_by_us() : code != 0 && !child.error;
     if (code != 0 && (child.crashed || !child.process.signalled_by_us())) note_failure(child);
   }
 }

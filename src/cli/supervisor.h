@@ -32,7 +32,7 @@ struct ChildEnd {
   std::optional<ChildError> error;
   std::string exit;         // "was killed by signal 9 (Killed)"
   bool failed = false;      // ended otherwise than with code 0, or said an error
-  bool crashed = false;     // ended by a signal or a code that is not its own to give, and not because we asked it to
+  bool crashed = false;     // ended by a signal that we did not send, or badly without a word
   std::uint64_t order = 0;  // of the first sign of its failure
 };
 
