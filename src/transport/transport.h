@@ -67,7 +67,8 @@ class Transport {
   virtual Result<std::string> listen() = 0;
   // Connects; does not block longer than `timeout_ns`. The endpoint is usable at once.
   virtual Result<EndpointId> connect(const std::string& address, std::int64_t timeout_ns) = 0;
-  // Queues a message; never blocks. `header.length` and `header.sum` are filled in here. UNAVAILABLE when the endpoint is gone.
+  // Queues a message; never blocks. `header.length` and `header.sum` are filled in here. UNAVAILABLE when the endpoint is gone;
+  // RESOURCE_EXHAUSTED when the peer does not take what is queued: the endpoint has ended then, and on_closed follows.
   virtual Status send(EndpointId endpoint, HotHeader header, const std::byte* payload, std::size_t length) = 0;
   // Lets the peer behind `endpoint` reach `memory` from the next message on. Idempotent.
   virtual Status grant(EndpointId endpoint, const std::shared_ptr<ExportedMemory>& memory) = 0;

@@ -296,10 +296,12 @@ Status ShmTransport::send(EndpointId id, HotHeader header, const std::byte* payl
                   {.reason = Reason::kLimit, .fault = Fault::kLibrary});
   }
   if (endpoint->queued_bytes() + kHotHeaderBytes + length > options_.max_queued_bytes) {
-    return Status(StatusCode::kResourceExhausted,
-                  fmt::format("{} has not taken {} bytes of messages: it stopped reading", endpoint->peer(),
-                              endpoint->queued_bytes()),
-                  {.reason = Reason::kLimit, .fault = Fault::kPeer, .retryable = true, .peer = endpoint->peer()});
+    Status full(StatusCode::kResourceExhausted,
+                fmt::format("{} has not taken {} bytes of messages: it stopped reading", endpoint->peer(),
+                            endpoint->queued_bytes()),
+                {.reason = Reason::kLimit, .fault = Fault::kPeer, .peer = endpoint->peer()});
+    refuse(*endpoint, full);  // with a message missing, what followed would make no sense
+    return full;
   }
   if (header.token == 0) header.token = options_.token;
   if (header.incarnation == 0) header.incarnation = options_.incarnation;

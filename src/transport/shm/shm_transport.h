@@ -28,7 +28,7 @@ struct ShmOptions {
   FleetToken token = 0;
   Incarnation incarnation = 0;                   // this process's
   std::string self_name;                         // "worker-3": names the socket file; letters, digits, '-', '_', '.'
-  std::uint64_t max_queued_bytes = 64u << 20;    // of messages a peer has not taken yet, per endpoint; more is refused
+  std::uint64_t max_queued_bytes = 64u << 20;    // of messages a peer has not taken yet; with more its endpoint is ended
   std::int64_t hello_timeout_ns = 10 * kNanosPerSecond;  // an accepted peer that sent no valid message for so long is closed
   std::int64_t close_timeout_ns = 2 * kNanosPerSecond;   // how long queued messages may take to leave a closed endpoint
 };

@@ -289,23 +289,41 @@ TEST(ShmTransport, MemoryOutlivesTheTransport) {
   EXPECT_EQ(mapping.data[6], std::byte{6});
 }
 
-// Goal: a peer that stops reading never blocks the sender; a bounded queue says so, and empties when it reads again.
-TEST(ShmTransport, BoundsWhatAPeerDoesNotRead) {
+// Goal: a peer that stops reading never blocks the sender, and costs bounded memory: its endpoint ends, with a reason.
+TEST(ShmTransport, EndsPeersThatDoNotRead) {
+  set_log_level(LogLevel::kError);
   ShmOptions options;
   options.max_queued_bytes = 4u << 20;
   Pair pair(options);
   const auto payload = pattern(512 << 10, 5);
+  EXPECT_EQ(pair.b.transport->send(pair.b_to_a, pull(0), nullptr, kMaxHotPayloadBytes + 1).code(), StatusCode::kInvalidArgument);
   std::uint32_t sent = 0;
   Status status;
   while (sent < 100 && (status = pair.b.transport->send(pair.b_to_a, pull(sent), payload.data(), payload.size())).ok()) ++sent;
+  ASSERT_GE(sent, 8u);
   ASSERT_LT(sent, 100u);
   EXPECT_EQ(status.code(), StatusCode::kResourceExhausted);
   EXPECT_EQ(status.info().reason, Reason::kLimit);
-  ASSERT_TRUE(pair.pump_until([&] { return pair.a.count(Event::kMessage) == 1 + sent; }));
-  EXPECT_TRUE(pair.b.transport->send(pair.b_to_a, pull(sent), payload.data(), payload.size()).ok());
-  ASSERT_TRUE(pair.pump_until([&] { return pair.a.count(Event::kMessage) == 2 + sent; }));
-  EXPECT_EQ(pair.a.last(Event::kMessage).payload, payload);
-  EXPECT_EQ(pair.b.transport->send(pair.b_to_a, pull(0), nullptr, kMaxHotPayloadBytes + 1).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(pair.b.transport->send(pair.b_to_a, pull(0), nullptr, 0).code(), StatusCode::kUnavailable);
+  ASSERT_TRUE(pump({&pair.b}, [&] { return pair.b.count(Event::kClosed) == 1; }));
+  EXPECT_EQ(pair.b.last(Event::kClosed).status, status);
+  ASSERT_TRUE(pump({&pair.a}, [&] { return pair.a.count(Event::kClosed) == 1; }));
+  set_log_level(LogLevel::kWarn);
+}
+
+// Goal: what fits the bound arrives whole, however slowly the peer reads.
+TEST(ShmTransport, KeepsWhatAPeerHasNotReadYet) {
+  Pair pair;
+  const auto payload = pattern(512 << 10, 5);
+  for (std::uint32_t i = 0; i < 100; ++i) {
+    ASSERT_TRUE(pair.b.transport->send(pair.b_to_a, pull(i), payload.data(), payload.size()).ok());
+  }
+  ASSERT_TRUE(pair.pump_until([&] { return pair.a.count(Event::kMessage) == 101; }));
+  for (std::uint32_t seq = 0; const Event& event : pair.a.events) {
+    if (event.kind != Event::kMessage || event.header.type != HotType::kPull) continue;
+    ASSERT_EQ(event.header.seq, seq++);
+    ASSERT_EQ(event.payload, payload);
+  }
 }
 
 // Goal: closing sends what is queued first; the other side gets it all, then the end; nobody is called back on our side.
