@@ -25,6 +25,8 @@
 namespace shardpull {
 namespace {
 
+constexpr std::size_t kMaxRememberedRefusals = 1024;
+
 grpc::Status to_grpc(const Status& status) {
   if (status.ok()) return grpc::Status::OK;
   return grpc::Status(static_cast<grpc::StatusCode>(to_grpc_code(status.code())), status.message(), to_grpc_details(status));
@@ -128,7 +130,9 @@ class GrpcHub final : public Control, private v1::Control::CallbackService {
   std::set<StreamPtr> streams_ SHARDPULL_GUARDED_BY(mutex_);             // every call that has not ended
   std::map<Member, Incarnation> known_up_ SHARDPULL_GUARDED_BY(mutex_);  // members_, for send()
 
-  std::map<Member, Up> members_;  // the dispatcher's
+  // The dispatcher's:
+  std::map<Member, Up> members_;
+  std::set<std::string> refusals_;
 };
 
 Status GrpcHub::start() {
@@ -335,9 +339,11 @@ void GrpcHub::take_hello(const StreamPtr& stream, const v1::Hello& hello) {
                                            {.reason = Reason::kCorrupt, .fault = Fault::kPeer})
                                   : check_hello(hello, member);
   if (!checked.ok()) {
-    // The refused side reports it too; one that comes too early comes again, and again.
-    log_at(checked.info().retryable ? LogLevel::kInfo : LogLevel::kWarn, "control: refused {}: {}",
-           member ? to_string(*member) : "a peer", checked.message());
+    // The refused side reports it too. One that comes again and again is logged once.
+    const std::string text = fmt::format("refused {}: {}", member ? to_string(*member) : "a peer", checked.message());
+    if (refusals_.size() < kMaxRememberedRefusals && refusals_.insert(text).second) {
+      log_at(checked.info().retryable ? LogLevel::kInfo : LogLevel::kWarn, "control: {}", text);
+    }
     return break_stream(stream, std::move(checked));
   }
   stream->member = member;

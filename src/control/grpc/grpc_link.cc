@@ -106,7 +106,19 @@ class LinkStream final : public FrameStream<grpc::ClientBidiReactor<v1::Frame, v
     MutexLock lock(mutex_);
     if (!reading_) drop_hold();  // no read is under way whose end would do it
   }
-  // The hub has answered the hello.
+  // The hub answered the hello. False when nobody waits for it any more.
+  bool accept() {
+    MutexLock lock(mutex_);
+    accepted_ = !abandoned_;
+    return accepted_;
+  }
+  // Nobody waits for the answer any more. False when it came first.
+  bool abandon() {
+    MutexLock lock(mutex_);
+    abandoned_ = !accepted_;
+    return abandoned_;
+  }
+  // Everything the answer said has been reported.
   void welcomed() {
     {
       MutexLock lock(mutex_);
@@ -149,6 +161,8 @@ class LinkStream final : public FrameStream<grpc::ClientBidiReactor<v1::Frame, v
 
   grpc::ClientContext context_;
   grpc::Status final_status_ SHARDPULL_GUARDED_BY(mutex_);
+  bool accepted_ SHARDPULL_GUARDED_BY(mutex_) = false;
+  bool abandoned_ SHARDPULL_GUARDED_BY(mutex_) = false;
   bool welcomed_ SHARDPULL_GUARDED_BY(mutex_) = false;
   bool hold_dropped_ SHARDPULL_GUARDED_BY(mutex_) = false;
 };
@@ -251,7 +265,8 @@ Status GrpcLink::connect() {
     // True to its name, but for a hub that is not there yet: then it returns at the time limit.
     if (!channel_->WaitForConnected(in_ns(std::min(left_ns, kNanosPerSecond)))) continue;
     const StreamPtr stream = try_once();
-    if (!stream->wait_answer(std::min(std::max<std::int64_t>(1, deadline_ns - clock.now_ns()), options_.dead_after_ns))) {
+    const std::int64_t answer_ns = std::min(std::max<std::int64_t>(1, deadline_ns - clock.now_ns()), options_.dead_after_ns);
+    if (!stream->wait_answer(answer_ns) && (stream->abandon() || !stream->wait_answer(options_.dead_after_ns))) {
       stream->abort();
       stream->wait_done(kControlAbortNs);
       last = Status(StatusCode::kDeadlineExceeded, "the process there accepted the connection and did not answer");
@@ -387,11 +402,13 @@ void GrpcLink::take(const StreamPtr& stream, v1::Frame frame) {
 }
 
 void GrpcLink::take_welcome(const StreamPtr& stream, const v1::Welcome& welcome) {
+  if (!stream->accept()) return;
   hub_ = from_wire(welcome.member()).value_or(kSender);
   hub_incarnation_ = welcome.incarnation();
   {
     MutexLock lock(mutex_);
     stream_ = stream;
+    down_ = Status();
     up_[hub_] = hub_incarnation_;
   }
   if (!closing_) sink_.on_member_up(hub_, hub_incarnation_);

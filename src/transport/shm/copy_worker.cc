@@ -8,11 +8,12 @@
 #include <pthread.h>
 
 #include "base/clock.h"
+#include "tensor/copy_kernels.h"
 
 namespace shardpull {
 namespace {
 
-// Between two steps the thread looks whether it should end. Long enough for memcpy's fastest way, a millisecond at most.
+// Between two steps the thread looks whether it should end. A step takes about a millisecond.
 constexpr std::uint64_t kStepBytes = 8u << 20;
 
 }  // namespace
@@ -58,9 +59,15 @@ void CopyWorker::run() {
       job = std::move(queue_.front());
       queue_.pop_front();
     }
+    // What exceeds the caches is written past them, as on every other copy path.
+    const bool streaming = job.bytes >= kStreamingProgramBytes;
     for (std::uint64_t offset = 0; offset < job.bytes; offset += kStepBytes) {
       const std::uint64_t step = std::min(kStepBytes, job.bytes - offset);
-      std::memcpy(job.to + offset, job.from + offset, static_cast<std::size_t>(step));
+      if (streaming) {
+        stream_copy(job.to + offset, job.from + offset, static_cast<std::size_t>(step));
+      } else {
+        std::memcpy(job.to + offset, job.from + offset, static_cast<std::size_t>(step));
+      }
       MutexLock lock(mutex_);
       if (stopping_) return;
     }

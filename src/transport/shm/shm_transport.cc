@@ -41,6 +41,7 @@ constexpr int kReceivesPerRound = 16;  // of one endpoint, so that a busy one do
 constexpr std::int64_t kAcceptPauseNs = 100 * kNanosPerMilli;  // when the process is out of descriptors
 constexpr std::int64_t kRetryNs = kNanosPerMilli;
 constexpr std::size_t kMaxRememberedPeers = 4096;
+constexpr std::uint64_t kInlineReadBytes = 128u << 10;  // copied faster than the copying thread could be woken
 constexpr std::int64_t kDestructorFlushNs = kNanosPerSecond;
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 
@@ -124,9 +125,9 @@ class ShmTransport final : public Transport {
     ReadToken token = 0;
     std::uint64_t bytes = 0;
   };
-  struct FailedRead {
+  struct SettledRead {
     Read read;
-    Status why;
+    Status status;
   };
 
   ShmEndpoint* find(EndpointId id);
@@ -149,7 +150,7 @@ class ShmTransport final : public Transport {
   void run_timers();
   void remove_gone();
   std::int64_t next_timer_ns() const;
-  bool work_waits() const { return !failed_reads_.empty() || !closed_.empty() || !gone_.empty(); }
+  bool work_waits() const { return !settled_reads_.empty() || !closed_.empty() || !gone_.empty(); }
   void linger_all();
 
   const ShmOptions options_;
@@ -173,7 +174,7 @@ class ShmTransport final : public Transport {
 
   std::uint64_t last_read_ = 0;
   std::unordered_map<std::uint64_t, Read> reads_;
-  std::vector<FailedRead> failed_reads_;
+  std::vector<SettledRead> settled_reads_;  // refused, or done at once; to be reported
 
   std::atomic<std::uint64_t> payload_bytes_read_{0}, header_bytes_{0}, messages_{0}, open_endpoints_{0}, mapped_bytes_{0};
 
@@ -363,13 +364,18 @@ void ShmTransport::read(EndpointId id, const RemoteRef& remote, std::byte* local
   const Read read{.endpoint = id, .token = token, .bytes = remote.bytes};
   ShmEndpoint* const endpoint = find(id);
   if (endpoint == nullptr || endpoint->state != ShmEndpoint::State::kOpen) {
-    failed_reads_.push_back({.read = {.endpoint = 0, .token = token, .bytes = 0}, .why = gone(id)});
+    settled_reads_.push_back({.read = {.endpoint = 0, .token = token, .bytes = 0}, .status = gone(id)});
     return;
   }
   ++endpoint->reads;
   Result<std::shared_ptr<const PeerSegment>> segment = endpoint->regions.find(remote);
   if (!segment.ok()) {
-    failed_reads_.push_back({.read = read, .why = segment.status()});
+    settled_reads_.push_back({.read = read, .status = segment.status()});
+    return;
+  }
+  if (remote.bytes <= kInlineReadBytes) {
+    if (remote.bytes > 0) std::memcpy(local, segment.value()->data() + remote.offset, static_cast<std::size_t>(remote.bytes));
+    settled_reads_.push_back({.read = read, .status = {}});
     return;
   }
   CopyWorker::Job job{.id = ++last_read_,
@@ -378,7 +384,7 @@ void ShmTransport::read(EndpointId id, const RemoteRef& remote, std::byte* local
                       .bytes = remote.bytes,
                       .keeps_alive = segment.value()};
   if (Status queued = copier_.submit(std::move(job)); !queued.ok()) {
-    failed_reads_.push_back({.read = read, .why = std::move(queued)});
+    settled_reads_.push_back({.read = read, .status = std::move(queued)});
     return;
   }
   reads_.emplace(last_read_, read);
@@ -619,15 +625,13 @@ void ShmTransport::report_reads(TransportSink& sink) {
   for (const std::uint64_t id : copier_.take_done()) {
     const auto found = reads_.find(id);
     if (found == reads_.end()) continue;
-    const Read read = found->second;
+    settled_reads_.push_back({.read = found->second, .status = {}});
     reads_.erase(found);
-    payload_bytes_read_.fetch_add(read.bytes, std::memory_order_relaxed);
-    count_down_read(read.endpoint);
-    sink.on_read_done(read.token, Status());
   }
-  for (const FailedRead& failed : std::exchange(failed_reads_, {})) {
-    count_down_read(failed.read.endpoint);
-    sink.on_read_done(failed.read.token, failed.why);
+  for (const SettledRead& settled : std::exchange(settled_reads_, {})) {
+    if (settled.status.ok()) payload_bytes_read_.fetch_add(settled.read.bytes, std::memory_order_relaxed);
+    count_down_read(settled.read.endpoint);
+    sink.on_read_done(settled.read.token, settled.status);
   }
 }
 

@@ -33,8 +33,8 @@ struct ShmOptions {
   std::int64_t close_timeout_ns = 2 * kNanosPerSecond;   // how long queued messages may take to leave a closed endpoint
 };
 
-// Makes the transport and starts its copying thread. Reads run there, one after the other; everything else happens on the
-// progress thread. `token`, `incarnation` and, where they are 0, those of sent headers are filled in.
+// Makes the transport and starts its copying thread. Large reads run there, one after the other; everything else happens on
+// the progress thread. Reads are reported in any order. `token`, `incarnation` and, where they are 0, those of sent headers are filled in.
 //
 // The destructor sends what is queued (within a second), removes the socket file, ends reads between two steps without
 // reporting them, and joins the thread. Exported memory and mappings that were handed out outlive it.

@@ -11,7 +11,10 @@
 #include <thread>
 #include <vector>
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -498,6 +501,106 @@ TEST(ShmTransport, ClosesForeignConnectionsAndLivesOn) {
   set_log_level(LogLevel::kWarn);
 }
 
+std::size_t entries_of(const char* directory) {
+  return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(directory), std::filesystem::directory_iterator()));
+}
+
+// Sends bytes with descriptors, as a grant does.
+void send_with_descriptors(int socket, std::vector<std::byte> bytes, const std::vector<int>& fds) {
+  iovec part{bytes.data(), bytes.size()};
+  std::vector<char> control(CMSG_SPACE(sizeof(int) * fds.size()));
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
+  std::memcpy(CMSG_DATA(header), fds.data(), sizeof(int) * fds.size());
+  [[maybe_unused]] const ssize_t sent = sendmsg(socket, &message, MSG_NOSIGNAL);
+}
+
+// Goal: descriptors from a hostile peer are neither mapped, if they could harm us, nor kept.
+TEST(ShmTransport, RefusesForgedGrantsAndKeepsNoDescriptors) {
+  set_log_level(LogLevel::kError);
+  RunDirectory directory;
+  Side side(directory.path(), "trainer-0", 1);
+  const std::string address = *side.transport->listen();
+  const std::size_t before = entries_of("/proc/self/fd");
+  const auto grant_of = [](std::uint64_t bytes) {
+    const auto frame = encode(ShmFrame{.token = kToken, .incarnation = 2, .region = 1, .generation = 1, .bytes = bytes});
+    return std::vector<std::byte>(frame.begin(), frame.end());
+  };
+  const auto expect_closed = [&](std::vector<std::byte> bytes, const std::vector<int>& fds, std::string_view reason,
+                                 int times = 1) {
+    const std::size_t closed = side.count(Event::kClosed);
+    UniqueFd fd = stranger(address);
+    for (int i = 0; i < times; ++i) send_with_descriptors(fd.get(), bytes, fds);
+    ASSERT_TRUE(pump({&side}, [&] { return side.count(Event::kClosed) == closed + 1; })) << reason;
+    const std::string message = side.last(Event::kClosed).status.message();
+    EXPECT_NE(message.find(reason), std::string::npos) << message;
+  };
+  {
+    const UniqueFd unsealed(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    ASSERT_EQ(ftruncate(unsealed.get(), 4096), 0);
+    expect_closed(grant_of(4096), {unsealed.get()}, "not sealed");
+    expect_closed(grant_of(4096), {STDIN_FILENO}, "not a memory file");
+    const UniqueFd sealed(memfd_create("sealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    ASSERT_EQ(ftruncate(sealed.get(), 4096), 0);
+    ASSERT_EQ(fcntl(sealed.get(), F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    expect_closed(grant_of(1 << 20), {sealed.get()}, "claims 1048576 bytes");
+    expect_closed(grant_of(4096), {sealed.get(), sealed.get(), sealed.get(), sealed.get(), sealed.get(), sealed.get()},
+                  "more than one");
+    HotHeader header = pull(1);
+    header.token = kToken;
+    header.incarnation = 2;
+    header.sum = payload_sum(nullptr, 0);
+    const auto hot = encode(header);
+    expect_closed({hot.begin(), hot.end()}, {sealed.get(), sealed.get()}, "without grants", 60);
+    // A second grant of the same generation.
+    auto twice = grant_of(4096);
+    UniqueFd fd = stranger(address);
+    const std::size_t closed = side.count(Event::kClosed);
+    send_with_descriptors(fd.get(), twice, {sealed.get()});
+    send_with_descriptors(fd.get(), twice, {sealed.get()});
+    ASSERT_TRUE(pump({&side}, [&] { return side.count(Event::kClosed) == closed + 1; }));
+    EXPECT_NE(side.last(Event::kClosed).status.message().find("after generation 1"), std::string::npos);
+  }
+  EXPECT_EQ(entries_of("/proc/self/fd"), before);
+  EXPECT_EQ(side.transport->counters().mapped_bytes, 0u);
+  set_log_level(LogLevel::kWarn);
+}
+
+// Goal: a process out of descriptors says so, keeps its endpoints, and accepts again once it has some.
+TEST(ShmTransport, LivesThroughAShortageOfDescriptors) {
+  set_log_level(LogLevel::kError);
+  Pair pair;
+  const std::string address = *pair.a.transport->listen();
+  UniqueFd waiting = stranger(address);  // in the backlog
+  rlimit old_limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &old_limit), 0);
+  const rlimit none{.rlim_cur = 3, .rlim_max = old_limit.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  const Status refused = pair.a.transport->allocate(4096, "a slot").status();
+  const std::int64_t start_ns = SystemClock::instance().now_ns();
+  std::uint64_t rounds = 0;
+  while (SystemClock::instance().now_ns() - start_ns < 250 * kNanosPerMilli) {
+    EXPECT_TRUE(pair.a.transport->progress(50 * kNanosPerMilli, pair.a).ok());
+    ++rounds;
+  }
+  EXPECT_TRUE(pair.b.transport->send(pair.b_to_a, pull(5), nullptr, 0).ok());
+  EXPECT_TRUE(pair.pump_until([&] { return pair.a.count(Event::kMessage) == 2; }));
+  EXPECT_EQ(pair.a.count(Event::kAccepted), 1u);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &old_limit), 0);
+  EXPECT_EQ(refused.code(), StatusCode::kResourceExhausted);
+  EXPECT_NE(refused.message().find("ulimit -n"), std::string::npos) << refused.message();
+  EXPECT_LT(rounds, 1000u);  // it waits: the listener does not keep it busy
+  ASSERT_TRUE(pump({&pair.a}, [&] { return pair.a.count(Event::kAccepted) == 2; }));
+  set_log_level(LogLevel::kWarn);
+}
+
 // Goal: random streams, mutated from real ones, never do more than close their endpoint.
 TEST(ShmTransport, SurvivesMutatedStreams) {
   set_log_level(LogLevel::kError);
@@ -663,10 +766,6 @@ TEST(ShmTransport, RefusesUnsafeOrImpossibleOptions) {
   Side side(directory.path(), "worker-0", 1);
   EXPECT_EQ(side.transport->connect(directory.path() + "/nobody.sock", kNanosPerSecond).status().code(),
             StatusCode::kUnavailable);
-}
-
-std::size_t entries_of(const char* directory) {
-  return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(directory), std::filesystem::directory_iterator()));
 }
 
 // Goal: two hundred lives later there are as many descriptors, threads and mappings as before.
