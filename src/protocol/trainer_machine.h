@@ -34,7 +34,8 @@ class TrainerMachine {
  public:
   explicit TrainerMachine(std::uint32_t lookahead);
   ~TrainerMachine();
-  // After ProducerMachine::begin_sync has returned OK. `groups`: the owned groups of this sync, ascending (may be empty).
+  // After ProducerMachine::begin_sync has returned OK and not failed the sync at once (a failure that was kept for it): such a
+  // sync has nothing to gather and is not begun here. `groups`: the owned groups of this sync, ascending (may be empty).
   // Refused while a sync runs here.
   Status begin(std::uint64_t sync_id, std::vector<std::uint32_t> groups, TrainerActions& out);
   void published(std::uint32_t group, TrainerActions& out);      // the asked group has been published

@@ -101,8 +101,9 @@ TEST(TrainerCredit, GroupsFreedAfterTheSourceEndedAreReleasedToo) {
   b.machine.published(0, b.out);
   b.machine.published(1, b.out);
   EXPECT_EQ(b.count<AskEnd>(), 1u);
-  b.machine.source_ended(b.out);
   b.machine.group_freed(1, b.out);
+  EXPECT_EQ(b.count<EndProducer>(), 0u) << "the source still runs";
+  b.machine.source_ended(b.out);
   b.machine.group_freed(0, b.out);
   b.machine.producer_ended(b.out);
   EXPECT_THAT(b.released(), ElementsAre(1u, 0u));

@@ -140,6 +140,12 @@ void SimTrainer::try_begin() {
     if (!status.ok()) world_.broken("begin_sync: {}", status.to_string());
   });
   send(kSender, SyncBegan{open.sync_id});
+  if (!producer_->syncing()) {  // it had failed elsewhere already
+    RankEnded ended;
+    ended.sync_id = open.sync_id;
+    ended.status = producer_->failure();
+    return send(kSender, ended);
+  }
   train([&](TrainerActions& out) {
     const Status status = trainer_.begin(open.sync_id, model_.owned_groups[rank_], out);
     if (!status.ok()) world_.broken("trainer begin: {}", status.to_string());

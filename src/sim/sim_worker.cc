@@ -276,8 +276,9 @@ void SimWorker::perform(const consumer_action::UpdateDone& action) {
   if (action.status.ok()) {
     std::size_t owners = 0;
     for (const auto& set : plan_.group_owners) owners += set.size();
-    if (signalled_.size() != owners) {
-      world_.broken("worker {} is prepared with {} of {} signals", consumer_, signalled_.size(), owners);
+    if (signalled_.size() != owners || confirmed_.size() != owners) {
+      world_.broken("worker {} is prepared with {} signals sent and {} confirmed of {}", consumer_, signalled_.size(),
+                    confirmed_.size(), owners);
     }
   }
   Prepared prepared;
@@ -316,12 +317,13 @@ void SimWorker::on_message(EndpointId endpoint, const HotHeader& header, const s
   } else if (header.type == HotType::kFreeAck) {
     const auto entries = decode_free(payload, header.length);
     if (!entries.ok()) return world_.broken("{}", entries.status().to_string());
-    for (const FreeEntry& entry : *entries) {
-      drive([&](std::int64_t now, ConsumerActions& out) {
-        machine_.signals_acked(now, producer, header.sync_id, entry.groups, out);
-      });
-    }
+    for (const FreeEntry& entry : *entries) confirmed(producer, header.sync_id, entry.groups);
   }
+}
+
+void SimWorker::confirmed(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
+  for (const std::uint32_t group : groups) confirmed_.emplace(producer, group);
+  drive([&](std::int64_t now, ConsumerActions& out) { machine_.signals_acked(now, producer, sync_id, groups, out); });
 }
 
 void SimWorker::on_read_done(ReadToken token, const Status& status) {
@@ -352,6 +354,7 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
     if (status.ok()) {
       version_ = start->version;
       signalled_.clear();
+      confirmed_.clear();
     }
     send(kSender, UpdateStarted{start->sync_id, status});
   } else if (auto* update = std::get_if<Update>(&body)) {
@@ -370,7 +373,7 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
   } else if (auto* failed = std::get_if<SyncFailed>(&body)) {
     drive([&](std::int64_t now, ConsumerActions& out) { machine_.fail(now, failed->sync_id, failed->status, out); });
   } else if (auto* acked = std::get_if<FreeAck>(&body)) {
-    drive([&](std::int64_t now, ConsumerActions& out) { machine_.signals_acked(now, from.id, acked->sync_id, acked->groups, out); });
+    confirmed(from.id, acked->sync_id, acked->groups);
   }
 }
 

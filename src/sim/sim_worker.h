@@ -64,6 +64,7 @@ class SimWorker final : TransportSink, ControlSink {
   void scatter_mapped(std::uint32_t chunk, std::size_t index, const std::vector<ReadyInfo>& ready);
   void check_parameter(std::uint32_t parameter, std::uint64_t version, std::string_view when);
   void send(const Member& to, ControlBody body);
+  void confirmed(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups);
 
   struct Transfer {
     std::uint64_t sync_id = 0;
@@ -92,7 +93,7 @@ class SimWorker final : TransportSink, ControlSink {
   ReadToken next_token_ = 1;
   std::set<std::uint32_t> scattering_slots_;
   std::uint64_t version_ = 0;
-  std::set<std::pair<std::uint32_t, std::uint32_t>> signalled_;  // (producer, group), this sync
+  std::set<std::pair<std::uint32_t, std::uint32_t>> signalled_, confirmed_;  // (producer, group), this sync
   std::uint64_t pulls_ = 0, mapped_chunks_ = 0;
 };
 
