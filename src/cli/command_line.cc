@@ -186,9 +186,13 @@ void add_fleet(CLI::App& app, FleetArguments& fleet) {
             "Tensors up to this size are packed into export buffers, larger ones are served where they are")
       ->group(group);
   add_choice(app, "--path", fleet.path, kPaths, "How bytes travel; auto = mapped where peers can map the memory")->group(group);
-  static bool shared_memory = true;  // the one transport there is
-  static constexpr std::array<std::pair<const char*, bool>, 2> kTransports = {{{"auto", true}, {"shm", true}}};
-  add_choice(app, "--transport", shared_memory, kTransports, "What carries them; auto = shm, shared memory of one host")
+  add_text(
+      app, "--transport", "What carries them; auto = shm, shared memory of one host", "auto|shm",
+      [](const std::string& text) {
+        if (text == "auto" || text == "shm") return;  // there is one
+        throw CLI::ValidationError(fmt::format("--transport: \"{}\" is unknown; expected auto|shm", text));
+      },
+      "auto")
       ->group(group);
   add_duration(app, "--connect-timeout", fleet.connect_timeout_ns, "How long a process waits for the others")->group(group);
   add_duration(app, "--stall-timeout", fleet.stall_timeout_ns, "A sync without progress for this long fails")->group(group);
@@ -320,9 +324,11 @@ Command parse_command_line(const std::vector<std::string>& words) {
   add_model(*plan_app, plan.model);
   add_fleet(*plan_app, plan.fleet);
   add_withhold(*plan_app, plan.withhold);
-  plan_app->add_option("--explain", plan.explain, "Who serves this tensor to whom, by which path, and why")->type_name("NAME");
-  plan_app->add_flag("--summary", plan.summary, "Only bytes, chunks and slots per worker");
-  plan_app->add_flag("--json", plan.json, "One JSON object on standard output");
+  CLI::Option* const explain =
+      plan_app->add_option("--explain", plan.explain, "Who serves this tensor to whom, by which path, and why")->type_name("NAME");
+  CLI::Option* const summary = plan_app->add_flag("--summary", plan.summary, "Only bytes, chunks and slots per worker");
+  plan_app->add_flag("--json", plan.json, "One JSON object on standard output")->excludes(explain)->excludes(summary);
+  explain->excludes(summary);
 
   SyncArguments sync;
   CLI::App* const sync_app =

@@ -156,6 +156,24 @@ class ByHand(FleetTest):
         self.assert_nothing_left()
         self.assertEqual(list(self.fleet.iterdir()), [])
 
+    def test_directory_is_good_again_after_a_kill(self):
+        """What killed processes leave in the fleet's directory does not disturb the next fleet there."""
+        runs = [self.worker(0), self.worker(1), self.trainer(1, *FOREVER), self.trainer(0, *FOREVER)]
+        for line in runs[3].process.stdout:
+            if line.startswith("sync 3:"):
+                break
+        for running in runs:
+            running.process.kill()
+        for running in runs:
+            running.finish()
+        self.assertNotEqual(list(self.fleet.iterdir()), [])
+        runs = [self.worker(0, "--verify"), self.worker(1, "--verify"), self.trainer(1, "--syncs", 2),
+                self.trainer(0, "--syncs", 2, "--verify")]
+        for running in runs:
+            outcome = running.finish()
+            self.assertEqual((outcome.code, outcome.err), (0, ""))
+        self.assertEqual(list(self.fleet.iterdir()), [])
+
     def test_rank_that_never_comes(self):
         """Everybody gives up after the connect timeout and says what was missing."""
         sender = self.trainer(0, "--connect-timeout", "2s")
