@@ -9,7 +9,7 @@
 #include "base/encoder.h"
 #include "base/log.h"
 #include "base/status_macros.h"
-#include "base/units.h"
+#include "tensor/shape.h"
 
 namespace shardpull {
 namespace {
@@ -28,12 +28,6 @@ std::vector<std::pair<std::uint32_t, std::uint32_t>> entry_order(const Chunk& ch
 std::vector<std::int64_t> source_shape(const InitTables& tables, std::uint32_t name, std::uint32_t piece) {
   if (piece == 0) return tables.metadata[name].shape;
   return tables.ownership.pieces[piece - 1].box.size;
-}
-
-std::int64_t product(const std::vector<std::int64_t>& shape) {
-  std::int64_t numel = 1;
-  for (const std::int64_t size : shape) numel *= size;
-  return numel;
 }
 
 Region destination_region(const Destination& destination) {
@@ -156,7 +150,9 @@ Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
     layout = SourceLayout::contiguous(key.wire_dtype, key.slice.numel());
   } else {
     slice = key.slice;
-    layout = SourceLayout::contiguous(tables_->metadata[key.name].dtype, product(source_shape(*tables_, key.name, key.piece)));
+    const DType dtype = tables_->metadata[key.name].dtype;
+    SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t numel, checked_numel(dtype, source_shape(*tables_, key.name, key.piece)));
+    layout = SourceLayout::contiguous(dtype, numel);
   }
   auto program = compile_copy(slice, layout, key.wire_dtype, destination, scatter.destination.dtype);
   if (!program.ok()) {
@@ -437,7 +433,7 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
     const EndpointId endpoint = endpoint_of(producer);
     for (std::size_t e = 0; e < entries.size(); ++e) {
       const TensorMeta& meta = tables_->metadata[order[e].first];
-      auto bytes = bytes_of(meta.dtype, product(source_shape(*tables_, order[e].first, order[e].second)));
+      auto bytes = checked_bytes(meta.dtype, source_shape(*tables_, order[e].first, order[e].second));
       if (bytes.ok() && entries[e].stride.empty() && entries[e].where.bytes != *bytes) {
         wrong = Status(StatusCode::kDataLoss,
                        fmt::format("trainer {} offers {} bytes of {}, the metadata says {}", producer,

@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
+#include "tensor/shape.h"
 
 namespace shardpull {
 namespace {
@@ -274,11 +275,10 @@ Result<ProducerServer::Programs> ProducerServer::programs_for(const std::shared_
     if (view == sources.end()) {
       return Status(StatusCode::kInternal, fmt::format("{} is not published", tables_->metadata[key.name].name));
     }
-    std::int64_t numel = 1;
-    for (const std::int64_t size : view->shape) numel *= size;
+    SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t numel, checked_numel(view->dtype, view->shape));
     const SourceLayout layout = is_contiguous(*view) ? SourceLayout::contiguous(view->dtype, numel)
                                                      : SourceLayout{view->dtype, view->shape, view->location.stride};
-    const Region packed{0, {{key.slice.numel(), 1}}};
+    const Region packed = contiguous_region(key.slice.numel());
     SHARDPULL_ASSIGN_OR_RETURN(CopyProgram program, compile_copy(key.slice, layout, key.wire_dtype, packed, key.wire_dtype));
     programs->push_back(std::move(program));
   }

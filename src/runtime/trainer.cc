@@ -21,8 +21,8 @@
 #include "control/grpc/grpc_control.h"
 #include "plan/plan.h"
 #include "protocol/trainer_machine.h"
-#include "runtime/export_buffers.h"
 #include "runtime/fleet_link.h"
+#include "runtime/group_placer.h"
 #include "runtime/producer_server.h"
 #include "runtime/progress_thread.h"
 #include "transport/shm/shm_transport.h"
@@ -80,25 +80,6 @@ std::string to_text(const std::vector<std::byte>& bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-std::uint64_t align_up(std::uint64_t bytes) { return (bytes + kLayoutAlignment - 1) / kLayoutAlignment * kLayoutAlignment; }
-
-// Row-major strides of `shape`.
-std::vector<std::int64_t> row_major(const std::vector<std::int64_t>& shape) {
-  std::vector<std::int64_t> stride(shape.size(), 1);
-  for (std::size_t d = shape.size(); d-- > 1;) stride[d - 1] = stride[d] * shape[d];
-  return stride;
-}
-
-bool is_row_major(const TensorView& view) {
-  if (view.stride.size() != view.shape.size()) return false;
-  const std::vector<std::int64_t> expected = row_major(view.shape);
-  for (std::size_t d = 0; d < view.shape.size(); ++d) {
-    if (view.shape[d] == 0) return true;
-    if (view.shape[d] != 1 && view.stride[d] != expected[d]) return false;
-  }
-  return true;
-}
-
 Status lost(const Member& member, const Status& why) {
   return Status(StatusCode::kUnavailable, fmt::format("{} is lost: {}", to_string(member), why.message()),
                 {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = to_string(member)});
@@ -126,8 +107,8 @@ struct Trainer::Impl final : TransportSink {
   std::vector<std::uint32_t> whole_replicas() const;
   Status gather_loop(const SyncOpen& open);
   Status take_group(GroupStream& stream, std::uint32_t group);
-  Status check_group(const GroupTensors& tensors, std::uint32_t group) const;
-  Result<std::vector<ServedTensor>> place(const GroupTensors& tensors, std::uint32_t group);
+  // What allocate() gave out and somebody still owns.
+  std::vector<std::shared_ptr<ExportedMemory>> owned_memory();
   Status expect_end(GroupStream& stream);
   void release(GroupStream* stream, std::uint32_t group);
   void stop(const std::string& reason);
@@ -170,16 +151,11 @@ struct Trainer::Impl final : TransportSink {
   std::unique_ptr<Control> control;
   std::string hot_address;
   MessageQueue messages;
-  ExportBuffers exports;                 // the caller's thread
   std::atomic<std::uint64_t> ring_bytes{0};
 
   // Set by describe(), constant afterwards.
   WeightSource* source = nullptr;
-  std::vector<TensorMeta> metadata;
-  std::vector<GatherGroup> groups;
-  std::vector<bool> held;                      // by name
-  std::vector<std::uint32_t> owned_groups;     // ascending
-  std::vector<std::vector<std::uint32_t>> held_in_group;
+  RankDescription rank;
   Holding holding;
 
   // Confined to the progress thread.
@@ -207,9 +183,8 @@ struct Trainer::Impl final : TransportSink {
   std::optional<SyncClosed> closed SHARDPULL_GUARDED_BY(mutex);
   std::optional<Status> ended SHARDPULL_GUARDED_BY(mutex);         // the fleet is over, OK or not
 
-  // The caller's thread, during send_weights.
-  std::map<std::uint32_t, std::uint64_t> resident;  // group -> bytes
-  std::uint64_t resident_bytes = 0, peak_resident_bytes = 0, export_ns = 0, export_bytes = 0;
+  // The caller's thread.
+  GroupPlacer placer{rank, clock};
   std::vector<std::weak_ptr<ExportedMemory>> allocations SHARDPULL_GUARDED_BY(mutex);
   bool initialised = false, stopped = false;
 };
@@ -278,45 +253,33 @@ Status Trainer::Impl::start() {
 
 Status Trainer::Impl::describe(WeightSource& given) {
   source = &given;
-  metadata = given.metadata();
-  SHARDPULL_ASSIGN_OR_RETURN(groups, form_groups(metadata));
-  held.assign(metadata.size(), false);
-  holding = {};
+  rank.rank = options.rank;
+  rank.metadata = given.metadata();
+  rank.mappable = given.in_engine_memory();
+  rank.export_pack_limit = options.export_pack_limit_bytes;
+  SHARDPULL_ASSIGN_OR_RETURN(rank.groups, form_groups(rank.metadata));
+  rank.held.assign(rank.metadata.size(), false);
   holding.rank = options.rank;
-  holding.digest = metadata_digest(metadata);
-  holding.whole.assign((metadata.size() + 7) / 8, 0);
-  holding.mappable = given.in_engine_memory();
+  holding.digest = metadata_digest(rank.metadata);
+  holding.whole.assign((rank.metadata.size() + 7) / 8, 0);
+  holding.mappable = rank.mappable;
   for (const std::uint32_t name : given.held_names()) {
-    if (name >= metadata.size()) {
+    if (name >= rank.metadata.size()) {
       return Status(StatusCode::kInvalidArgument,
-                    fmt::format("trainer {} holds name {}, the model has {} names", options.rank, name, metadata.size()),
+                    fmt::format("trainer {} holds name {}, the model has {} names", options.rank, name, rank.metadata.size()),
                     {.reason = Reason::kMetadataMismatch});
     }
-    held[name] = true;
+    rank.held[name] = true;
     holding.whole[name / 8] |= static_cast<std::uint8_t>(1u << (name % 8));
   }
-  held_in_group.resize(groups.size());
-  std::uint64_t largest_small = 0;
-  for (std::uint32_t g = 0; g < groups.size(); ++g) {
-    std::uint64_t small = 0;
-    for (std::uint32_t name = groups[g].first; name < groups[g].first + groups[g].count; ++name) {
-      if (!held[name]) continue;
-      held_in_group[g].push_back(name);
-      std::int64_t numel = 1;
-      for (const std::int64_t size : metadata[name].shape) numel *= size;
-      SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t bytes, bytes_of(metadata[name].dtype, numel));
-      if (bytes <= options.export_pack_limit_bytes) small += align_up(bytes);
-    }
-    if (!held_in_group[g].empty()) owned_groups.push_back(g);
-    largest_small = std::max(largest_small, small);
+  for (std::uint32_t g = 0; g < rank.groups.size(); ++g) {
+    const auto first = rank.held.begin() + rank.groups[g].first;
+    if (std::find(first, first + rank.groups[g].count, true) != first + rank.groups[g].count) rank.owned_groups.push_back(g);
   }
   // Registered once, here, while nothing moves.
-  SHARDPULL_RETURN_IF_ERROR(exports.allocate(
-      progress->transport(),
-      static_cast<std::uint32_t>(std::min<std::uint64_t>(std::uint64_t{options.lookahead} + 1, owned_groups.size())),
-      options.export_pack_limit_bytes == 0 ? 0 : largest_small));
+  SHARDPULL_RETURN_IF_ERROR(placer.allocate(progress->transport(), options.lookahead + 1));
   progress->run([this] {
-    for (const auto& buffer : exports.buffers()) server->add_memory(buffer);
+    for (const auto& buffer : placer.exports().buffers()) server->add_memory(buffer);
   });
   return {};
 }
@@ -443,9 +406,9 @@ Result<InitTables> Trainer::Impl::resolve() {
     resolved.producer_mappable.push_back(decoded->mappable ? 1 : 0);
     holdings.push_back(std::move(*decoded));
   }
-  SHARDPULL_ASSIGN_OR_RETURN(resolved.ownership, resolve_ownership(metadata, holdings));
-  resolved.metadata = metadata;
-  for (const GatherGroup& group : groups) resolved.group_lens.push_back(group.count);
+  SHARDPULL_ASSIGN_OR_RETURN(resolved.ownership, resolve_ownership(rank.metadata, holdings));
+  resolved.metadata = rank.metadata;
+  for (const GatherGroup& group : rank.groups) resolved.group_lens.push_back(group.count);
   resolved.num_consumers = options.num_consumers;
   resolved.num_replicas = options.num_replicas;
   resolved.workers_per_replica =
@@ -729,12 +692,10 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
                                 open.sync_id, open.version),
                     {.reason = Reason::kSettingMismatch});
   }
-  resident.clear();
-  resident_bytes = peak_resident_bytes = export_ns = export_bytes = 0;
+  placer.begin_sync();
   if (status.ok()) status = gather_loop(open);
-  exports.give_back_all();
 
-  RankReport mine{options.rank, export_ns, export_bytes, peak_resident_bytes};
+  const RankReport mine{options.rank, placer.export_ns(), placer.export_bytes(), placer.peak_resident_bytes()};
   send(kSender, RankEnded{open.sync_id, status, mine.export_ns, mine.export_bytes, mine.peak_resident_bytes});
   // No limit of its own: the other ranks may take long. The sender bounds every step of the sync and its loss ends the fleet.
   const Status verdict = wait_for(
@@ -765,7 +726,7 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
 }
 
 Status Trainer::Impl::gather_loop(const SyncOpen& open) {
-  auto stream = source->iter_groups({open.sync_id, open.version, owned_groups});
+  auto stream = source->iter_groups({open.sync_id, open.version, rank.owned_groups});
   if (!stream.ok()) return stream.status().with_context(fmt::format("the weight source of trainer {}", options.rank));
   std::unique_ptr<GroupStream> groups_stream = std::move(stream).value();
 
@@ -773,9 +734,9 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
   on_progress([&] {
     running_sync = open.sync_id;
     failed = false;
-    status = server->begin_sync(open.sync_id, open.version, open.live_consumers, owned_groups);
+    status = server->begin_sync(open.sync_id, open.version, open.live_consumers, rank.owned_groups);
     if (!status.ok()) return;
-    if (!failed) drive_trainer([&](TrainerActions& out) { status = trainer->begin(open.sync_id, owned_groups, out); });
+    if (!failed) drive_trainer([&](TrainerActions& out) { status = trainer->begin(open.sync_id, rank.owned_groups, out); });
     if (failed) status = server->failure();
     if (!status.ok()) {
       server->fail(open.sync_id, status);
@@ -827,145 +788,22 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
       break;
     }
   }
-  const std::map<std::uint32_t, std::uint64_t> left = resident;
-  for (const auto& [group, bytes] : left) release(groups_stream.get(), group);
+  for (const std::uint32_t group : placer.resident()) release(groups_stream.get(), group);
   return status;
 }
 
 void Trainer::Impl::release(GroupStream* stream, std::uint32_t group) {
-  const auto found = resident.find(group);
-  if (found == resident.end()) return;
-  resident_bytes -= found->second;
-  resident.erase(found);
-  exports.give_back(group);
-  stream->released(group);
+  if (placer.release(group)) stream->released(group);
 }
 
-Status Trainer::Impl::check_group(const GroupTensors& tensors, std::uint32_t group) const {
-  const auto wrong = [&](const std::string& what, const std::string& tensor = {}) {
-    return Status(StatusCode::kInvalidArgument, fmt::format("the weight source of trainer {}: {}", options.rank, what),
-                  {.reason = Reason::kMetadataMismatch, .tensor = tensor});
-  };
-  if (tensors.group != group) return wrong(fmt::format("gave group {}, expected group {}", tensors.group, group));
-  const GatherGroup& span = groups[group];
-  if (tensors.tensors.size() != span.count) {
-    return wrong(fmt::format("group {} has {} entries, expected {} (one per name)", group, tensors.tensors.size(), span.count));
-  }
-  for (std::uint32_t i = 0; i < span.count; ++i) {
-    const NamedView& entry = tensors.tensors[i];
-    const std::uint32_t name = span.first + i;
-    const TensorMeta& meta = metadata[name];
-    if (entry.name != name) return wrong(fmt::format("entry {} of group {} is name {}, expected {}", i, group, entry.name, name), meta.name);
-    if (entry.view.has_value() != held[name]) {
-      return wrong(meta.name + (held[name] ? " is claimed as held and carries no tensor"
-                                           : " carries a tensor and is not claimed as held"),
-                   meta.name);
-    }
-    if (!entry.view) continue;
-    const TensorView& view = *entry.view;
-    if (view.dtype != meta.dtype) {
-      return wrong(fmt::format("{} is {}, the metadata says {}", meta.name, dtype_name(view.dtype), dtype_name(meta.dtype)), meta.name);
-    }
-    if (view.shape != meta.shape) {
-      return wrong(fmt::format("{} has shape [{}], the metadata says [{}]", meta.name, fmt::join(view.shape, ", "),
-                               fmt::join(meta.shape, ", ")), meta.name);
-    }
-    if (view.stride.size() != view.shape.size() ||
-        std::any_of(view.stride.begin(), view.stride.end(), [](std::int64_t stride) { return stride < 0; })) {
-      return wrong(fmt::format("{} has strides [{}] for shape [{}]", meta.name, fmt::join(view.stride, ", "),
-                               fmt::join(view.shape, ", ")), meta.name);
-    }
-    // The view must lie in its storage: a released or short buffer is found here, before anything is published.
-    std::int64_t last = 0;
-    bool empty = false;
-    for (std::size_t d = 0; d < view.shape.size(); ++d) {
-      empty = empty || view.shape[d] == 0;
-      last += (view.shape[d] - 1) * view.stride[d];
-    }
-    if (empty) continue;
-    SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t extent, bytes_of(view.dtype, last + 1));
-    const bool inside = view.data != nullptr && view.storage != nullptr && view.data >= view.storage &&
-                        static_cast<std::uint64_t>(view.data - view.storage) + extent <= view.storage_bytes;
-    if (!inside) {
-      return wrong(fmt::format("{} needs {} bytes, its storage of {} bytes does not hold them", meta.name, extent, view.storage_bytes),
-                   meta.name);
-    }
-  }
-  return {};
-}
-
-Result<std::vector<ServedTensor>> Trainer::Impl::place(const GroupTensors& tensors, std::uint32_t group) {
-  ExportedMemory* buffer = nullptr;
-  std::uint64_t filled = 0;
-  std::vector<std::shared_ptr<ExportedMemory>> known;
-  {
-    MutexLock lock(mutex);
-    std::erase_if(allocations, [&](const std::weak_ptr<ExportedMemory>& each) {
-      if (auto memory = each.lock()) known.push_back(std::move(memory));
-      return each.expired();
-    });
-  }
-  std::vector<ServedTensor> served;
-  for (const NamedView& entry : tensors.tensors) {
-    if (!entry.view) continue;
-    const TensorView& view = *entry.view;
-    ServedTensor tensor;
-    tensor.view = {entry.name, 0, view.dtype, view.shape, {}};
-    tensor.data = view.data;
-    std::int64_t numel = 1;
-    for (const std::int64_t size : view.shape) numel *= size;
-    SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t bytes, bytes_of(view.dtype, numel));
-    const bool contiguous = is_row_major(view);
-    if (bytes == 0) {
-      served.push_back(std::move(tensor));
-      continue;
-    }
-    std::uint64_t extent = bytes;
-    if (!contiguous) {
-      std::int64_t last = 0;
-      for (std::size_t d = 0; d < view.shape.size(); ++d) last += (view.shape[d] - 1) * view.stride[d];
-      SHARDPULL_ASSIGN_OR_RETURN(extent, bytes_of(view.dtype, last + 1));
-    }
-    const auto home = std::find_if(known.begin(), known.end(), [&](const auto& memory) {
-      return view.data >= memory->ref().address && view.data + extent <= memory->ref().address + memory->ref().bytes;
-    });
-    // Small is judged by the storage. A tensor that plans take for small but whose storage is large and cannot be mapped is
-    // packed too: its plan may be to map it.
-    const bool small = bytes <= options.export_pack_limit_bytes &&
-                       (view.storage_bytes <= options.export_pack_limit_bytes || home == known.end());
-    if (small) {
-      if (buffer == nullptr) {
-        SHARDPULL_ASSIGN_OR_RETURN(buffer, exports.take(group));
-      }
-      std::byte* const to = buffer->ref().address + filled;
-      const SourceLayout layout = contiguous ? SourceLayout::contiguous(view.dtype, numel)
-                                             : SourceLayout{view.dtype, view.shape, view.stride};
-      SHARDPULL_ASSIGN_OR_RETURN(const CopyProgram program, compile_copy(Slice::whole(numel), layout, view.dtype,
-                                                                        Region{0, {{numel, 1}}}, view.dtype));
-      const std::int64_t before = clock.now_ns();
-      run(program, view.data, to);
-      export_ns += static_cast<std::uint64_t>(clock.now_ns() - before);
-      export_bytes += bytes;
-      tensor.data = to;
-      tensor.view.location.where = {buffer->ref().region, buffer->ref().generation, filled, bytes};
-      filled = align_up(filled + bytes);
-      served.push_back(std::move(tensor));
-      continue;
-    }
-    if (!contiguous) tensor.view.location.stride = view.stride;
-    if (home != known.end()) {
-      const MemoryRef& ref = (*home)->ref();
-      tensor.view.location.where = {ref.region, ref.generation, static_cast<std::uint64_t>(view.data - ref.address), extent};
-    } else if (holding.mappable) {
-      return Status(StatusCode::kInvalidArgument,
-                    fmt::format("{} is declared to lie in memory from Trainer::allocate and does not", metadata[entry.name].name),
-                    {.reason = Reason::kMetadataMismatch, .tensor = metadata[entry.name].name});
-    } else {
-      tensor.view.location.where.bytes = extent;  // not exported: packed only
-    }
-    served.push_back(std::move(tensor));
-  }
-  return served;
+std::vector<std::shared_ptr<ExportedMemory>> Trainer::Impl::owned_memory() {
+  std::vector<std::shared_ptr<ExportedMemory>> owned;
+  MutexLock lock(mutex);
+  std::erase_if(allocations, [&](const std::weak_ptr<ExportedMemory>& each) {
+    if (auto memory = each.lock()) owned.push_back(std::move(memory));
+    return each.expired();
+  });
+  return owned;
 }
 
 Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
@@ -976,26 +814,19 @@ Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
   if (!next->has_value()) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("the weight source of trainer {} ended before group {} ({})", options.rank, group,
-                              metadata[groups[group].first].name),
+                              rank.metadata[rank.groups[group].first].name),
                   {.reason = Reason::kMetadataMismatch});
   }
   const GroupTensors& tensors = **next;
-  if (const Status wrong = check_group(tensors, group); !wrong.ok()) {
+  if (const Status wrong = placer.check(tensors, group); !wrong.ok()) {
     stream.released(tensors.group);  // refused: nobody reads it
     return wrong;
   }
-  std::uint64_t bytes = 0;
-  for (const NamedView& entry : tensors.tensors) {
-    if (!entry.view) continue;
-    std::int64_t numel = 1;
-    for (const std::int64_t size : entry.view->shape) numel *= size;
-    SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t each, bytes_of(entry.view->dtype, numel));
-    bytes += each;
+  auto served = placer.place(tensors, group, owned_memory());
+  if (!served.ok()) {
+    stream.released(group);
+    return served.status();
   }
-  resident[group] = bytes;
-  resident_bytes += bytes;
-  peak_resident_bytes = std::max(peak_resident_bytes, resident_bytes);
-  SHARDPULL_ASSIGN_OR_RETURN(std::vector<ServedTensor> served, place(tensors, group));
   Status status;
   on_progress([&] {
     if (failed) {  // found out while the source was asked; the machine waits for its return
@@ -1004,7 +835,7 @@ Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
     }
     // Told first: a group nobody waits for is freed within publish_group.
     drive_trainer([&](TrainerActions& out) { trainer->published(group, out); });
-    status = server->publish_group(group, std::move(served));
+    status = server->publish_group(group, std::move(served).value());
     if (!status.ok()) {
       MutexLock lock(mutex);
       work.clear();  // what publishing asked for next: the sync is about to fail
@@ -1094,7 +925,7 @@ Status Trainer::send_message(const std::string& to, const std::string& topic, co
 
 Result<std::optional<FleetMessage>> Trainer::receive_message(std::uint64_t timeout_ms) { return impl_->messages.pop(timeout_ms); }
 
-std::uint64_t Trainer::engine_bytes() const { return impl_->exports.bytes() + impl_->ring_bytes.load(); }
+std::uint64_t Trainer::engine_bytes() const { return impl_->placer.exports().bytes() + impl_->ring_bytes.load(); }
 
 void Trainer::shutdown(const std::string& reason) { impl_->stop(reason); }
 
