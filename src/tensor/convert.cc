@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "tensor/convert_simd.h"
 #include "tensor/small_floats.h"
 
 namespace shardpull {
@@ -102,6 +103,11 @@ typename Element<kTo>::Stored convert(typename Element<kFrom>::Stored stored) {
   }
 }
 
+// Pairs that may have a vectorised kernel.
+template <DType kFrom, DType kTo>
+constexpr bool kHasPrefix = (kFrom == DType::kF32 && (kTo == DType::kBF16 || kTo == DType::kF16)) ||
+                            (kTo == DType::kF32 && (kFrom == DType::kBF16 || kFrom == DType::kF16));
+
 template <DType kFrom, DType kTo>
 void convert_run(const std::byte* src, std::int64_t src_stride, std::byte* dst, std::int64_t dst_stride, std::int64_t count) {
   using From = typename Element<kFrom>::Stored;
@@ -113,7 +119,12 @@ void convert_run(const std::byte* src, std::int64_t src_stride, std::byte* dst, 
     std::memcpy(to, &converted, sizeof converted);
   };
   if (src_stride == static_cast<std::int64_t>(sizeof(From)) && dst_stride == static_cast<std::int64_t>(sizeof(To))) {
-    for (std::int64_t i = 0; i < count; ++i) {  // strides known to the compiler: vectorised
+    std::int64_t i = 0;
+    if constexpr (kHasPrefix<kFrom, kTo>) {
+      static const ConvertPrefix kPrefix = convert_prefix(kFrom, kTo);
+      if (kPrefix != nullptr) i = kPrefix(src, dst, count);
+    }
+    for (; i < count; ++i) {  // strides known to the compiler
       step(src + i * static_cast<std::int64_t>(sizeof(From)), dst + i * static_cast<std::int64_t>(sizeof(To)));
     }
     return;

@@ -70,6 +70,29 @@ TEST(Convert, NarrowFormatsRoundTrip) {
   }
 }
 
+// Goal: a run's vectorised part and its rest agree bit for bit, NaN payloads included: where a run is cut must not show.
+TEST(Convert, VectorisedPrefixesEqualThePortableKernel) {
+  const std::pair<DType, DType> pairs[] = {{DType::kF32, DType::kBF16}, {DType::kBF16, DType::kF32}, {DType::kF16, DType::kF32}, {DType::kF32, DType::kF16}};
+  for (const auto& [from, to] : pairs) {
+    const auto from_bytes = static_cast<std::int64_t>(dtype_bits(from) / 8), to_bytes = static_cast<std::int64_t>(dtype_bits(to) / 8);
+    const std::int64_t count = 1 << 16;
+    std::vector<std::byte> source(static_cast<std::size_t>(count * from_bytes) + 1);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto bits = static_cast<std::uint32_t>(i);
+      const std::uint32_t spread = (bits << 16) | ((bits * 40503u) & 0xFFFFu);
+      std::memcpy(&source[static_cast<std::size_t>(1 + i * from_bytes)], from_bytes == 4 ? &spread : &bits, static_cast<std::size_t>(from_bytes));
+    }
+    std::vector<std::byte> together(static_cast<std::size_t>(count * to_bytes)), alone(together.size());
+    const ConvertKernel kernel = convert_kernel(from, to);
+    kernel(source.data() + 1, from_bytes, together.data(), to_bytes, count);
+    for (std::int64_t i = 0; i < count; ++i) kernel(source.data() + 1 + i * from_bytes, from_bytes, alone.data() + i * to_bytes, to_bytes, 1);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto at = static_cast<std::size_t>(i * to_bytes);
+      ASSERT_EQ(std::memcmp(&together[at], &alone[at], static_cast<std::size_t>(to_bytes)), 0) << dtype_name(from) << " " << i;
+    }
+  }
+}
+
 // Goal: no value, NaN and huge ones included, makes the conversion undefined.
 TEST(Convert, IntegersTruncateAndNeverTrap) {
   EXPECT_EQ((converted<std::int32_t>(DType::kF32, DType::kI32, -2.9f)), -2);

@@ -20,10 +20,6 @@ namespace {
 // that anybody planned.
 constexpr std::size_t kMaxNests = 65'536;
 
-// Rows of a transposing copy that are worked on together: their cache lines stay in the first-level cache.
-constexpr std::int64_t kTransposeTile = 32;
-constexpr std::int64_t kTransposeMaxRunBytes = 16;
-
 Status refused(std::string why, Reason reason = Reason::kBadArgument) {
   return Status(StatusCode::kInvalidArgument, std::move(why), {.reason = reason});
 }
@@ -76,34 +72,6 @@ CopyNest make_nest(const AffinePiece& piece, std::int64_t src_unit, std::int64_t
     nest.loops.pop_back();
   }
   return nest;
-}
-
-// A nest of short runs whose innermost loop strides through the source while the loop around it walks it densely (a
-// transpose) touches a cache line per element. Tiled, each line is used whole while it is near.
-void append_tiled(CopyNest nest, std::int64_t src_unit, std::vector<CopyNest>& out) {
-  const std::size_t n = nest.loops.size();
-  const bool transposes = n >= 2 && nest.run_elements * src_unit <= kTransposeMaxRunBytes &&
-                          nest.loops[n - 2].src_stride < nest.loops[n - 1].src_stride &&
-                          nest.loops[n - 2].src_stride <= 4 * nest.run_elements * src_unit &&
-                          nest.loops[n - 2].size > 1 && nest.loops[n - 1].size > 1;
-  if (!transposes) {
-    out.push_back(std::move(nest));
-    return;
-  }
-  const CopyLoop dense = nest.loops[n - 2], strided = nest.loops[n - 1];
-  const std::int64_t tiles = dense.size / kTransposeTile, rest = dense.size % kTransposeTile;
-  const auto append = [&](std::int64_t tile_count, std::int64_t tile, std::int64_t first) {
-    CopyNest part = nest;
-    part.src_offset += first * dense.src_stride;
-    part.dst_offset += first * dense.dst_stride;
-    part.loops.resize(n - 2);
-    if (tile_count > 1) part.loops.push_back({tile_count, tile * dense.src_stride, tile * dense.dst_stride});
-    part.loops.push_back(strided);
-    part.loops.push_back({tile, dense.src_stride, dense.dst_stride});
-    out.push_back(std::move(part));
-  };
-  if (tiles > 0) append(tiles, kTransposeTile, 0);
-  if (rest > 0) append(1, rest, tiles * kTransposeTile);
 }
 
 std::uint64_t nest_elements(const CopyNest& nest) {
@@ -182,9 +150,8 @@ Result<CopyProgram> compile_copy(const Slice& src, const SourceLayout& layout, D
     }
     position += weight;
   }
-  for (const AffinePiece& piece : pieces) {
-    append_tiled(make_nest(piece, src_unit, dst_unit), src_unit, program.nests);
-  }
+  program.nests.reserve(pieces.size());
+  for (const AffinePiece& piece : pieces) program.nests.push_back(make_nest(piece, src_unit, dst_unit));
   for (const CopyNest& nest : program.nests) {
     std::int64_t src_last = nest.src_offset + nest.run_elements * src_unit;
     std::int64_t dst_last = nest.dst_offset + nest.run_elements * dst_unit;

@@ -26,8 +26,9 @@ struct IeeeSmall {
   static constexpr float to_float(Bits bits) {
     const std::uint32_t sign = (bits & kSign) != 0 ? 0x80000000u : 0u;
     const std::uint32_t magnitude = bits & (kSign - 1u);
-    if (magnitude >= kInfinity) {
-      return std::bit_cast<float>(sign | 0x7F800000u | ((magnitude - kInfinity) << kShift));
+    if (magnitude >= kInfinity) {  // NaN keeps its payload and becomes quiet, as the hardware does it
+      const std::uint32_t quiet = magnitude > kInfinity ? 0x400000u : 0u;
+      return std::bit_cast<float>(sign | 0x7F800000u | quiet | ((magnitude - kInfinity) << kShift));
     }
     if (magnitude < (1u << kMantissaBits)) {  // zero or subnormal: an exact multiple of the smallest one
       const float value = static_cast<float>(magnitude) * std::bit_cast<float>(static_cast<std::uint32_t>(127 + 1 - kBias - kMantissaBits) << 23);
