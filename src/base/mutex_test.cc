@@ -52,16 +52,21 @@ TEST(Mutex, WaitsAreBounded) {
   SUCCEED();
 }
 
-TEST(Mutex, TryLock) {
-  Mutex mutex;
-  ASSERT_TRUE(mutex.try_lock());
-  bool other = true;
-  std::thread([&] {
-    other = mutex.try_lock();
-    if (other) mutex.unlock();
-  }).join();
-  EXPECT_FALSE(other);
+bool try_and_release(Mutex& mutex) {
+  if (!mutex.try_lock()) return false;
   mutex.unlock();
+  return true;
+}
+
+TEST(Mutex, TryLockNeverWaits) {
+  Mutex mutex;
+  bool elsewhere = true;
+  {
+    const MutexLock lock(mutex);
+    std::thread([&] { elsewhere = try_and_release(mutex); }).join();
+  }
+  EXPECT_FALSE(elsewhere);
+  EXPECT_TRUE(try_and_release(mutex));
 }
 
 }  // namespace

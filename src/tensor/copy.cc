@@ -1,6 +1,7 @@
 #include "tensor/copy.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include <fmt/format.h>
@@ -55,8 +56,8 @@ CopyNest make_nest(const AffinePiece& piece, std::int64_t src_unit, std::int64_t
   nest.dst_offset = piece.offset[1] * dst_unit;
   std::vector<CopyLoop> loops;
   for (const Loop& loop : piece.loops) loops.push_back({loop.size, loop.step[0] * src_unit, loop.step[1] * dst_unit});
-  std::stable_sort(loops.begin(), loops.end(), [](const CopyLoop& a, const CopyLoop& b) {
-    return a.dst_stride != b.dst_stride ? a.dst_stride > b.dst_stride : a.src_stride > b.src_stride;
+  std::sort(loops.begin(), loops.end(), [](const CopyLoop& a, const CopyLoop& b) {
+    return std::tie(a.dst_stride, a.src_stride, a.size) > std::tie(b.dst_stride, b.src_stride, b.size);
   });
   for (const CopyLoop& loop : loops) {
     CopyLoop* const outer = nest.loops.empty() ? nullptr : &nest.loops.back();
