@@ -30,7 +30,8 @@ std::vector<std::int64_t> contiguous(const std::vector<std::int64_t>& shape) {
 
 class CheckpointSource::Stream final : public GroupStream {
  public:
-  Stream(CheckpointSource& source, std::vector<std::uint32_t> groups) : source_(source), groups_(std::move(groups)) {}
+  Stream(CheckpointSource& source, std::vector<std::uint32_t> groups)
+      : source_(source), groups_(std::move(groups)) {}
 
   Result<std::optional<GroupTensors>> next() override {
     if (at_ == groups_.size()) return std::optional<GroupTensors>();
@@ -56,7 +57,9 @@ class CheckpointSource::Stream final : public GroupStream {
 
   void released(std::uint32_t group) override {
     const GatherGroup& names = source_.groups_[group];
-    for (std::uint32_t name = names.first; name < names.first + names.count; ++name) through_ += source_.tensors_[name].bytes;
+    for (std::uint32_t name = names.first; name < names.first + names.count; ++name) {
+      through_ += source_.tensors_[name].bytes;
+    }
     if (source_.progress_) source_.progress_(through_);
   }
 
@@ -67,7 +70,8 @@ class CheckpointSource::Stream final : public GroupStream {
   std::uint64_t through_ = 0;
 };
 
-Result<std::unique_ptr<CheckpointSource>> CheckpointSource::load(const ModelInput& model, std::vector<std::uint32_t> held,
+Result<std::unique_ptr<CheckpointSource>> CheckpointSource::load(const ModelInput& model,
+                                                                 std::vector<std::uint32_t> held,
                                                                  Trainer& trainer, Progress progress) {
   std::unique_ptr<CheckpointSource> source(new CheckpointSource(model, std::move(held), std::move(progress)));
   SHARDPULL_ASSIGN_OR_RETURN(source->groups_, form_groups(model.metadata));
@@ -89,7 +93,8 @@ Result<std::unique_ptr<CheckpointSource>> CheckpointSource::load(const ModelInpu
     total = *next;
     source->held_bytes_ += tensor.bytes;
   }
-  SHARDPULL_ASSIGN_OR_RETURN(source->memory_, trainer.allocate(std::max<std::uint64_t>(total, kAlignment), "weights"));
+  SHARDPULL_ASSIGN_OR_RETURN(source->memory_,
+                             trainer.allocate(std::max<std::uint64_t>(total, kAlignment), "weights"));
   for (std::size_t i = 0; i < source->held_.size(); ++i) {
     const std::uint32_t name = source->held_[i];
     Tensor& tensor = source->tensors_[name];
@@ -102,7 +107,8 @@ Result<std::unique_ptr<CheckpointSource>> CheckpointSource::load(const ModelInpu
 
 Result<std::unique_ptr<GroupStream>> CheckpointSource::iter_groups(const SyncRequest& request) {
   if (request.version != version_) {
-    return Status(StatusCode::kInternal, fmt::format("sync asks for version {}, the weights are at {}", request.version, version_),
+    return Status(StatusCode::kInternal,
+                  fmt::format("sync asks for version {}, the weights are at {}", request.version, version_),
                   {.reason = Reason::kWrongState, .fault = Fault::kLibrary});
   }
   return std::unique_ptr<GroupStream>(std::make_unique<Stream>(*this, request.groups));

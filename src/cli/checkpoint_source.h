@@ -14,15 +14,17 @@
 
 namespace shardpull::cli {
 
-// Holds the rank's names in one allocation of the engine; each tensor is a storage of its own. Between syncs set_version()
-// changes every byte as a training step would (checkpoint/mutate.h). Thread-compatible.
+// Holds the rank's names in one allocation of the engine; each tensor is a storage of its own. Between syncs
+// set_version() changes every byte as a training step would (checkpoint/mutate.h). Thread-compatible.
 class CheckpointSource final : public WeightSource {
  public:
   // Told, on the thread of send_weights, how many bytes of groups are through since the sync began.
   using Progress = std::function<void(std::uint64_t bytes)>;
 
-  // Loads the names `held` (ascending indices into model.metadata) as version 0. `model` and `trainer` must outlive the source.
-  static Result<std::unique_ptr<CheckpointSource>> load(const ModelInput& model, std::vector<std::uint32_t> held, Trainer& trainer,
+  // Loads the names `held` (ascending indices into model.metadata) as version 0. `model` and `trainer` must
+  // outlive the source.
+  static Result<std::unique_ptr<CheckpointSource>> load(const ModelInput& model,
+                                                        std::vector<std::uint32_t> held, Trainer& trainer,
                                                         Progress progress);
 
   std::vector<TensorMeta> metadata() const override { return model_.metadata; }

@@ -21,9 +21,10 @@ Status host_error(const std::string& what) {
                 {.reason = Reason::kHost, .fault = Fault::kHost});
 }
 
-// Between fork and exec: async-signal-safe calls only. Descriptors 0 to 2 and `channel` pass on, all others are
-// close-on-exec.
-[[noreturn]] void become(char* const* arguments, pid_t parent, pid_t group, int nothing, int errors, int channel) {
+// Between fork and exec: async-signal-safe calls only. Descriptors 0 to 2 and `channel` pass on, all others
+// are close-on-exec.
+[[noreturn]] void become(char* const* arguments, pid_t parent, pid_t group, int nothing, int errors,
+                         int channel) {
   sigset_t none;
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, nullptr);
@@ -53,7 +54,9 @@ std::vector<std::string> LineBuffer::add(std::string_view bytes) {
   return lines;
 }
 
-std::string LineBuffer::take_rest() { return std::exchange(rest_, {}); }
+std::string LineBuffer::take_rest() {
+  return std::exchange(rest_, {});
+}
 
 Result<ChildProcess> ChildProcess::start(const ChildOptions& options) {
   int pair[2];
@@ -80,7 +83,8 @@ Result<ChildProcess> ChildProcess::start(const ChildOptions& options) {
   const pid_t pid = fork();
   if (pid < 0) return host_error("fork");
   if (pid == 0) become(pointers.data(), parent, options.group, nothing.get(), writes.get(), theirs.get());
-  setpgid(pid, options.group);  // also here, so that the group exists when the next child joins it; one of the two wins
+  setpgid(pid, options.group);  // also here, so that the group exists when the next child joins it; one of
+                                // the two wins
 
   ChildProcess child;
   child.name_ = options.name;
@@ -106,8 +110,12 @@ bool ChildProcess::poll_exit() {
   return true;
 }
 
-int ChildProcess::exit_code() const { return exited_ && WIFEXITED(wait_status_) ? WEXITSTATUS(wait_status_) : -1; }
-int ChildProcess::exit_signal() const { return exited_ && WIFSIGNALED(wait_status_) ? WTERMSIG(wait_status_) : 0; }
+int ChildProcess::exit_code() const {
+  return exited_ && WIFEXITED(wait_status_) ? WEXITSTATUS(wait_status_) : -1;
+}
+int ChildProcess::exit_signal() const {
+  return exited_ && WIFSIGNALED(wait_status_) ? WTERMSIG(wait_status_) : 0;
+}
 
 void ChildProcess::signal(int number) {
   if (!running()) return;
@@ -117,7 +125,9 @@ void ChildProcess::signal(int number) {
 
 std::string ChildProcess::describe_exit() const {
   if (!exited_) return "still runs";
-  if (exit_signal() != 0) return fmt::format("was killed by signal {} ({})", exit_signal(), strsignal(exit_signal()));
+  if (exit_signal() != 0) {
+    return fmt::format("was killed by signal {} ({})", exit_signal(), strsignal(exit_signal()));
+  }
   return fmt::format("exited with code {}", exit_code());
 }
 

@@ -12,7 +12,8 @@
 
 namespace shardpull::cli {
 
-// Splits a stream into lines. Bytes behind the last newline wait for more; a line above `kMaxLine` is cut there.
+// Splits a stream into lines. Bytes behind the last newline wait for more; a line above `kMaxLine` is cut
+// there.
 class LineBuffer {
  public:
   static constexpr std::size_t kMaxLine = 4 << 20;
@@ -31,10 +32,10 @@ struct ChildOptions {
   pid_t group = 0;                     // process group to join; 0 starts one
 };
 
-// One child: this same program with other arguments. It gets the parent's environment and an end of a socket pair; its standard
-// error is a pipe, its standard input is empty and its standard output goes where its standard error does. The kernel kills it
-// when the parent dies. Thread-compatible; start() and the object's life belong to one thread, which must live as long as
-// the child (PR_SET_PDEATHSIG watches the thread).
+// One child: this same program with other arguments. It gets the parent's environment and an end of a socket
+// pair; its standard error is a pipe, its standard input is empty and its standard output goes where its
+// standard error does. The kernel kills it when the parent dies. Thread-compatible; start() and the object's
+// life belong to one thread, which must live as long as the child (PR_SET_PDEATHSIG watches the thread).
 class ChildProcess {
  public:
   static Result<ChildProcess> start(const ChildOptions& options);
@@ -54,11 +55,11 @@ class ChildProcess {
   bool running() const { return pid_.value > 0 && !exited_; }
   // Reaps it when it has ended; true when it has just done so. Does not block.
   bool poll_exit();
-  int exit_code() const;             // -1 while it runs or when a signal ended it
-  int exit_signal() const;           // 0 unless a signal ended it
+  int exit_code() const;    // -1 while it runs or when a signal ended it
+  int exit_signal() const;  // 0 unless a signal ended it
   bool signalled_by_us() const { return signalled_; }
-  void signal(int number);           // no effect once it has ended
-  std::string describe_exit() const; // "was killed by signal 9 (Killed)", "exited with code 3"
+  void signal(int number);            // no effect once it has ended
+  std::string describe_exit() const;  // "was killed by signal 9 (Killed)", "exited with code 3"
 
  private:
   struct Pid {  // moves leave nothing behind

@@ -8,8 +8,8 @@
 #include <numeric>
 #include <string_view>
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 
 #include "base/identity.h"
 #include "base/limits.h"
@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::int64_t kMaxSyncs = 1'000'000'000;
 
-// ---- options with the library's own parsers ---------------------------------------------------------------------------
+// ---- options with the library's own parsers ---------------------------------------------------------------
 
 // The value of a Result, or the parse error that shows its message.
 template <typename T>
@@ -30,8 +30,9 @@ T value_or_throw(Result<T> result) {
 }
 
 // An option whose text is read by `parse`. `type` is what help shows in place of the value.
-CLI::Option* add_text(CLI::App& app, const std::string& flag, const std::string& help, const std::string& type,
-                      std::function<void(const std::string&)> parse, const std::string& standard = "") {
+CLI::Option* add_text(CLI::App& app, const std::string& flag, const std::string& help,
+                      const std::string& type, std::function<void(const std::string&)> parse,
+                      const std::string& standard = "") {
   CLI::Option* const option = app.add_option_function<std::string>(flag, std::move(parse), help);
   option->type_name(type);
   if (!standard.empty()) option->default_str(standard);
@@ -39,8 +40,8 @@ CLI::Option* add_text(CLI::App& app, const std::string& flag, const std::string&
 }
 
 template <typename T>
-CLI::Option* add_integer(CLI::App& app, const std::string& flag, T& target, std::int64_t low, std::int64_t high,
-                         const std::string& help) {
+CLI::Option* add_integer(CLI::App& app, const std::string& flag, T& target, std::int64_t low,
+                         std::int64_t high, const std::string& help) {
   const std::string name = flag;
   return add_text(
       app, flag, help, "N",
@@ -50,24 +51,27 @@ CLI::Option* add_integer(CLI::App& app, const std::string& flag, T& target, std:
       fmt::format("{}", target));
 }
 
-CLI::Option* add_optional_integer(CLI::App& app, const std::string& flag, std::optional<std::int64_t>& target, std::int64_t low,
-                                  std::int64_t high, const std::string& help) {
+CLI::Option* add_optional_integer(CLI::App& app, const std::string& flag, std::optional<std::int64_t>& target,
+                                  std::int64_t low, std::int64_t high, const std::string& help) {
   return add_text(app, flag, help, "N", [&target, flag, low, high](const std::string& text) {
     target = value_or_throw(parse_integer(text, flag, low, high));
   });
 }
 
 std::string exact_bytes(std::uint64_t bytes) {
-  for (const auto& [name, factor] : {std::pair{"GiB", 1ull << 30}, {"MiB", 1ull << 20}, {"KiB", 1ull << 10}}) {
+  for (const auto& [name, factor] :
+       {std::pair{"GiB", 1ull << 30}, {"MiB", 1ull << 20}, {"KiB", 1ull << 10}}) {
     if (bytes != 0 && bytes % factor == 0) return fmt::format("{}{}", bytes / factor, name);
   }
   return fmt::format("{}", bytes);
 }
 
-CLI::Option* add_bytes(CLI::App& app, const std::string& flag, std::uint64_t& target, const std::string& help) {
+CLI::Option* add_bytes(CLI::App& app, const std::string& flag, std::uint64_t& target,
+                       const std::string& help) {
   return add_text(
       app, flag, help, "BYTES",
-      [&target, flag](const std::string& text) { target = value_or_throw(parse_bytes(text, flag)); }, exact_bytes(target));
+      [&target, flag](const std::string& text) { target = value_or_throw(parse_bytes(text, flag)); },
+      exact_bytes(target));
 }
 
 std::string exact_duration(std::int64_t ns) {
@@ -77,7 +81,8 @@ std::string exact_duration(std::int64_t ns) {
   return fmt::format("{}ns", ns);
 }
 
-CLI::Option* add_duration(CLI::App& app, const std::string& flag, std::int64_t& target, const std::string& help) {
+CLI::Option* add_duration(CLI::App& app, const std::string& flag, std::int64_t& target,
+                          const std::string& help) {
   return add_text(
       app, flag, help, "TIME",
       [&target, flag](const std::string& text) {
@@ -90,8 +95,8 @@ CLI::Option* add_duration(CLI::App& app, const std::string& flag, std::int64_t& 
 
 // One of a closed list of words.
 template <typename T, std::size_t N>
-CLI::Option* add_choice(CLI::App& app, const std::string& flag, T& target, const std::array<std::pair<const char*, T>, N>& words,
-                        const std::string& help) {
+CLI::Option* add_choice(CLI::App& app, const std::string& flag, T& target,
+                        const std::array<std::pair<const char*, T>, N>& words, const std::string& help) {
   std::string type;
   std::string standard;
   for (const auto& [word, value] : words) {
@@ -111,7 +116,7 @@ CLI::Option* add_choice(CLI::App& app, const std::string& flag, T& target, const
       standard);
 }
 
-// ---- groups of options ------------------------------------------------------------------------------------------------
+// ---- groups of options ------------------------------------------------------------------------------------
 
 constexpr std::array<std::pair<const char*, PathChoice>, 3> kPaths = {
     {{"auto", PathChoice::kAuto}, {"packed", PathChoice::kPacked}, {"mapped", PathChoice::kMapped}}};
@@ -134,38 +139,44 @@ void add_shape(CLI::App& app, std::optional<ShapeSpec>& target) {
 
 void add_overrides(CLI::App& app, ShapeOverrides& overrides) {
   const std::string group = "Changes to a shape";
-  add_optional_integer(app, "--vocab", overrides.vocab, 1, (std::int64_t{1} << 31) - 1, "Vocabulary size")->group(group);
+  add_optional_integer(app, "--vocab", overrides.vocab, 1, (std::int64_t{1} << 31) - 1, "Vocabulary size")
+      ->group(group);
   add_optional_integer(app, "--layers", overrides.layers, 1, 10'000, "Number of layers")->group(group);
   add_optional_integer(app, "--kv-heads", overrides.kv_heads, 1, std::numeric_limits<std::int32_t>::max(),
                        "Key/value heads; must divide the attention heads")
       ->group(group);
-  CLI::Option* const tied =
-      app.add_flag_function("--tied", [&overrides](std::int64_t) { overrides.tied = true; }, "The head shares the embedding");
-  CLI::Option* const untied =
-      app.add_flag_function("--untied", [&overrides](std::int64_t) { overrides.tied = false; }, "The head has its own tensor");
+  CLI::Option* const tied = app.add_flag_function(
+      "--tied", [&overrides](std::int64_t) { overrides.tied = true; }, "The head shares the embedding");
+  CLI::Option* const untied = app.add_flag_function(
+      "--untied", [&overrides](std::int64_t) { overrides.tied = false; }, "The head has its own tensor");
   tied->excludes(untied)->group(group);
   untied->group(group);
 }
 
 void add_model(CLI::App& app, ModelArguments& model) {
-  app.add_option("--model", model.directory, "A Hugging Face directory: config.json and safetensors files")->type_name("DIR");
+  app.add_option("--model", model.directory, "A Hugging Face directory: config.json and safetensors files")
+      ->type_name("DIR");
   add_shape(app, model.shape);
   add_overrides(app, model.overrides);
 }
 
 void check_model(const CLI::App& app, const ModelArguments& model) {
   if (model.directory.empty() == !model.shape) {
-    throw CLI::ValidationError(fmt::format("{}: expected exactly one of --model DIR and --shape KEY:SIZE", app.get_name()));
+    throw CLI::ValidationError(
+        fmt::format("{}: expected exactly one of --model DIR and --shape KEY:SIZE", app.get_name()));
   }
   if (model.shape) return;
   for (const char* const flag : {"--vocab", "--layers", "--kv-heads", "--tied", "--untied"}) {
-    if (app.count(flag) != 0) throw CLI::ValidationError(fmt::format("{}: changes a shape; it needs --shape", flag));
+    if (app.count(flag) != 0) {
+      throw CLI::ValidationError(fmt::format("{}: changes a shape; it needs --shape", flag));
+    }
   }
 }
 
 void check_has_bytes(const ShapeSpec& shape) {
   if (shape.size != ShapeSize::kFull) return;
-  throw CLI::ValidationError("--shape: a full shape has names and sizes but no bytes; use tiny or scaled, or `shardpull plan`");
+  throw CLI::ValidationError(
+      "--shape: a full shape has names and sizes but no bytes; use tiny or scaled, or `shardpull plan`");
 }
 
 void add_fleet(CLI::App& app, FleetArguments& fleet) {
@@ -178,14 +189,20 @@ void add_fleet(CLI::App& app, FleetArguments& fleet) {
       [&fleet](const std::string& text) { fleet.inference = value_or_throw(parse_inference_layout(text)); },
       to_string(fleet.inference));
   const std::string group = "Transfer";
-  add_integer(app, "--ring-depth", fleet.ring_depth, 1, kMaxRingDepth, "Slots and pulls in flight")->group(group);
-  add_integer(app, "--lookahead", fleet.lookahead, 0, 1'000'000, "Groups a rank holds beyond the one being pulled")->group(group);
-  add_bytes(app, "--max-chunk-bytes", fleet.max_chunk_bytes, "No chunk is larger unless a single row is; 0 = no limit")
+  add_integer(app, "--ring-depth", fleet.ring_depth, 1, kMaxRingDepth, "Slots and pulls in flight")
+      ->group(group);
+  add_integer(app, "--lookahead", fleet.lookahead, 0, 1'000'000,
+              "Groups a rank holds beyond the one being pulled")
+      ->group(group);
+  add_bytes(app, "--max-chunk-bytes", fleet.max_chunk_bytes,
+            "No chunk is larger unless a single row is; 0 = no limit")
       ->group(group);
   add_bytes(app, "--export-pack-limit", fleet.export_pack_limit_bytes,
             "Tensors up to this size are packed into export buffers, larger ones are served where they are")
       ->group(group);
-  add_choice(app, "--path", fleet.path, kPaths, "How bytes travel; auto = mapped where peers can map the memory")->group(group);
+  add_choice(app, "--path", fleet.path, kPaths,
+             "How bytes travel; auto = mapped where peers can map the memory")
+      ->group(group);
   add_text(
       app, "--transport", "What carries them; auto = shm, shared memory of one host", "auto|shm",
       [](const std::string& text) {
@@ -194,15 +211,18 @@ void add_fleet(CLI::App& app, FleetArguments& fleet) {
       },
       "auto")
       ->group(group);
-  add_duration(app, "--connect-timeout", fleet.connect_timeout_ns, "How long a process waits for the others")->group(group);
-  add_duration(app, "--stall-timeout", fleet.stall_timeout_ns, "A sync without progress for this long fails")->group(group);
+  add_duration(app, "--connect-timeout", fleet.connect_timeout_ns, "How long a process waits for the others")
+      ->group(group);
+  add_duration(app, "--stall-timeout", fleet.stall_timeout_ns, "A sync without progress for this long fails")
+      ->group(group);
 }
 
 void add_versions(CLI::App& app, VersionArguments& versions) {
   const std::string group = "Syncs";
   add_integer(app, "--syncs", versions.syncs, 1, kMaxSyncs, "Number of syncs")->group(group);
-  app.add_flag_function("--no-mutate", [&versions](std::int64_t) { versions.mutate = false; },
-                        "Send the checkpoint in every sync instead of changing all bytes between syncs")
+  app.add_flag_function(
+         "--no-mutate", [&versions](std::int64_t) { versions.mutate = false; },
+         "Send the checkpoint in every sync instead of changing all bytes between syncs")
       ->group(group);
   add_integer(app, "--seed", versions.seed, 0, std::numeric_limits<std::int64_t>::max() / 2,
               "The first sync sends this version; 0 is the checkpoint itself")
@@ -210,11 +230,13 @@ void add_versions(CLI::App& app, VersionArguments& versions) {
 }
 
 void add_process(CLI::App& app, ProcessArguments& process) {
-  app.add_option("--fleet-dir", process.fleet_directory, "Owner-only directory in which the fleet meets; the same for all")
+  app.add_option("--fleet-dir", process.fleet_directory,
+                 "Owner-only directory in which the fleet meets; the same for all")
       ->type_name("DIR")
       ->required();
-  app.add_option("--token-file", process.token_file,
-                 "File with the fleet's token, 16 hexadecimal digits; else the environment variable SHARDPULL_TOKEN")
+  app.add_option(
+         "--token-file", process.token_file,
+         "File with the fleet's token, 16 hexadecimal digits; else the environment variable SHARDPULL_TOKEN")
       ->type_name("FILE");
 }
 
@@ -228,7 +250,7 @@ void add_withhold(CLI::App& app, std::vector<std::string>& names) {
       ->group("Faults");
 }
 
-// ---- messages ---------------------------------------------------------------------------------------------------------
+// ---- messages ---------------------------------------------------------------------------------------------
 
 std::size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<std::size_t> row(b.size() + 1);
@@ -266,7 +288,9 @@ std::string unexpected(const CLI::App& app, std::string_view word) {
       for (const std::string& name : option->get_lnames()) known.push_back("--" + name);
     }
   } else {
-    for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) known.push_back(command->get_name());
+    for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+      known.push_back(command->get_name());
+    }
   }
   const std::string_view bare = word.substr(0, word.find('='));
   const std::string near = nearest(bare, known);
@@ -276,44 +300,63 @@ std::string unexpected(const CLI::App& app, std::string_view word) {
 }
 
 Notice wrong_use(const CLI::App& app, const std::string& message) {
-  const std::string command = app.get_parent() == nullptr ? app.get_name() : app.get_parent()->get_name() + " " + app.get_name();
+  const std::string command =
+      app.get_parent() == nullptr ? app.get_name() : app.get_parent()->get_name() + " " + app.get_name();
   return {kExitUsage, fmt::format("error: {}\n`{} --help` lists what is accepted\n", message, command)};
 }
 
 }  // namespace
 
 std::vector<std::string> to_flags(const FleetArguments& fleet) {
-  return {"--trainer", to_string(fleet.trainer), "--inference", to_string(fleet.inference),
-          "--ring-depth", fmt::format("{}", fleet.ring_depth), "--lookahead", fmt::format("{}", fleet.lookahead),
-          "--max-chunk-bytes", exact_bytes(fleet.max_chunk_bytes),
-          "--export-pack-limit", exact_bytes(fleet.export_pack_limit_bytes), "--path", std::string(word_of(fleet.path)),
-          "--connect-timeout", exact_duration(fleet.connect_timeout_ns),
-          "--stall-timeout", exact_duration(fleet.stall_timeout_ns)};
+  return {"--trainer",
+          to_string(fleet.trainer),
+          "--inference",
+          to_string(fleet.inference),
+          "--ring-depth",
+          fmt::format("{}", fleet.ring_depth),
+          "--lookahead",
+          fmt::format("{}", fleet.lookahead),
+          "--max-chunk-bytes",
+          exact_bytes(fleet.max_chunk_bytes),
+          "--export-pack-limit",
+          exact_bytes(fleet.export_pack_limit_bytes),
+          "--path",
+          std::string(word_of(fleet.path)),
+          "--connect-timeout",
+          exact_duration(fleet.connect_timeout_ns),
+          "--stall-timeout",
+          exact_duration(fleet.stall_timeout_ns)};
 }
 
 std::vector<std::string> to_flags(const VersionArguments& versions) {
-  std::vector<std::string> flags = {"--syncs", fmt::format("{}", versions.syncs), "--seed", fmt::format("{}", versions.seed)};
+  std::vector<std::string> flags = {"--syncs", fmt::format("{}", versions.syncs), "--seed",
+                                    fmt::format("{}", versions.seed)};
   if (!versions.mutate) flags.push_back("--no-mutate");
   return flags;
 }
 
 Command parse_command_line(const std::vector<std::string>& words) {
-  CLI::App app{"Moves the weights of a training fleet to an inference fleet, each worker only what it keeps.", "shardpull"};
+  CLI::App app{"Moves the weights of a training fleet to an inference fleet, each worker only what it keeps.",
+               "shardpull"};
   app.set_version_flag("--version", fmt::format("shardpull {}", kSoftwareVersion));
   app.require_subcommand(0, 1);
   app.get_formatter()->column_width(34);
 
   GenerateArguments generate;
   std::optional<ShapeSpec> generate_shape;
-  CLI::App* const generate_app = app.add_subcommand("generate", "Write a checkpoint of a known shape with position-coded bytes");
+  CLI::App* const generate_app =
+      app.add_subcommand("generate", "Write a checkpoint of a known shape with position-coded bytes");
   add_shape(*generate_app, generate_shape);
   generate_app->get_option("--shape")->required();
-  generate_app->add_option("--out", generate.directory, "The directory to make")->type_name("DIR")->required();
+  generate_app->add_option("--out", generate.directory, "The directory to make")
+      ->type_name("DIR")
+      ->required();
   add_overrides(*generate_app, generate.overrides);
   add_launcher_fd(*generate_app, generate.launcher_fd);
 
   InspectArguments inspect;
-  CLI::App* const inspect_app = app.add_subcommand("inspect", "Show what a checkpoint holds and what is wrong with it");
+  CLI::App* const inspect_app =
+      app.add_subcommand("inspect", "Show what a checkpoint holds and what is wrong with it");
   inspect_app->add_option("path", inspect.path, "A Hugging Face directory or one safetensors file")
       ->type_name("DIR|FILE")
       ->required();
@@ -325,43 +368,61 @@ Command parse_command_line(const std::vector<std::string>& words) {
   add_fleet(*plan_app, plan.fleet);
   add_withhold(*plan_app, plan.withhold);
   CLI::Option* const explain =
-      plan_app->add_option("--explain", plan.explain, "Who serves this tensor to whom, by which path, and why")->type_name("NAME");
-  CLI::Option* const summary = plan_app->add_flag("--summary", plan.summary, "Only bytes, chunks and slots per worker");
-  plan_app->add_flag("--json", plan.json, "One JSON object on standard output")->excludes(explain)->excludes(summary);
+      plan_app
+          ->add_option("--explain", plan.explain, "Who serves this tensor to whom, by which path, and why")
+          ->type_name("NAME");
+  CLI::Option* const summary =
+      plan_app->add_flag("--summary", plan.summary, "Only bytes, chunks and slots per worker");
+  plan_app->add_flag("--json", plan.json, "One JSON object on standard output")
+      ->excludes(explain)
+      ->excludes(summary);
   explain->excludes(summary);
 
   SyncArguments sync;
-  CLI::App* const sync_app =
-      app.add_subcommand("sync", "Start a trainer fleet and an inference fleet on this host and sync weights between them");
+  CLI::App* const sync_app = app.add_subcommand(
+      "sync", "Start a trainer fleet and an inference fleet on this host and sync weights between them");
   add_model(*sync_app, sync.model);
   add_fleet(*sync_app, sync.fleet);
   add_versions(*sync_app, sync.versions);
   add_withhold(*sync_app, sync.withhold);
-  sync_app->add_flag("--verify", sync.verify, "After each sync load every worker's parameters a second time and compare all bytes");
-  sync_app->add_option("--dump", sync.dump, "Write worker-<id>.safetensors here after the last sync")->type_name("DIR");
+  sync_app->add_flag("--verify", sync.verify,
+                     "After each sync load every worker's parameters a second time and compare all bytes");
+  sync_app->add_option("--dump", sync.dump, "Write worker-<id>.safetensors here after the last sync")
+      ->type_name("DIR");
   sync_app->add_flag("--json", sync.json, "One JSON object on standard output");
 
   TrainerArguments trainer;
-  CLI::App* const trainer_app = app.add_subcommand("trainer", "One trainer rank; rank 0 is the sender and drives the syncs");
-  add_integer(*trainer_app, "--rank", trainer.rank, 0, kMaxRanks - 1, "This process's rank")->required()->default_str("");
-  trainer_app->add_option("--model", trainer.model, "The checkpoint this fleet trains")->type_name("DIR")->required();
+  CLI::App* const trainer_app =
+      app.add_subcommand("trainer", "One trainer rank; rank 0 is the sender and drives the syncs");
+  add_integer(*trainer_app, "--rank", trainer.rank, 0, kMaxRanks - 1, "This process's rank")
+      ->required()
+      ->default_str("");
+  trainer_app->add_option("--model", trainer.model, "The checkpoint this fleet trains")
+      ->type_name("DIR")
+      ->required();
   add_process(*trainer_app, trainer.process);
   add_fleet(*trainer_app, trainer.fleet);
   add_versions(*trainer_app, trainer.versions);
-  trainer_app->add_flag("--verify", trainer.verify, "Wait for the verdicts of workers that run with --verify");
+  trainer_app->add_flag("--verify", trainer.verify,
+                        "Wait for the verdicts of workers that run with --verify");
   add_withhold(*trainer_app, trainer.withhold);
   add_launcher_fd(*trainer_app, trainer.process.launcher_fd);
 
   WorkerArguments worker;
   CLI::App* const worker_app = app.add_subcommand("worker", "One inference worker");
-  add_integer(*worker_app, "--id", worker.id, 0, kMaxRanks - 1, "This worker's id over the whole fleet")->required()->default_str("");
-  worker_app->add_option("--model", worker.model, "The checkpoint (its config.json; its tensors with --verify)")
+  add_integer(*worker_app, "--id", worker.id, 0, kMaxRanks - 1, "This worker's id over the whole fleet")
+      ->required()
+      ->default_str("");
+  worker_app
+      ->add_option("--model", worker.model, "The checkpoint (its config.json; its tensors with --verify)")
       ->type_name("DIR")
       ->required();
   add_process(*worker_app, worker.process);
   add_fleet(*worker_app, worker.fleet);
-  worker_app->add_flag("--verify", worker.verify, "After each sync load the parameters a second time and compare all bytes");
-  worker_app->add_option("--dump", worker.dump, "Write worker-<id>.safetensors here at the end")->type_name("DIR");
+  worker_app->add_flag("--verify", worker.verify,
+                       "After each sync load the parameters a second time and compare all bytes");
+  worker_app->add_option("--dump", worker.dump, "Write worker-<id>.safetensors here at the end")
+      ->type_name("DIR");
   add_launcher_fd(*worker_app, worker.process.launcher_fd);
 
   const auto chosen = [&]() -> const CLI::App& {
@@ -387,15 +448,17 @@ Command parse_command_line(const std::vector<std::string>& words) {
     }
     if (trainer_app->parsed()) {
       if (trainer.rank >= trainer.fleet.trainer.ranks()) {
-        throw CLI::ValidationError(fmt::format("--rank: {} is not below the {} ranks of --trainer {}", trainer.rank,
-                                               trainer.fleet.trainer.ranks(), to_string(trainer.fleet.trainer)));
+        throw CLI::ValidationError(fmt::format("--rank: {} is not below the {} ranks of --trainer {}",
+                                               trainer.rank, trainer.fleet.trainer.ranks(),
+                                               to_string(trainer.fleet.trainer)));
       }
       return trainer;
     }
     if (worker_app->parsed()) {
       if (worker.id >= workers(worker.fleet.inference)) {
-        throw CLI::ValidationError(fmt::format("--id: {} is not below the {} workers of --inference {}", worker.id,
-                                               workers(worker.fleet.inference), to_string(worker.fleet.inference)));
+        throw CLI::ValidationError(fmt::format("--id: {} is not below the {} workers of --inference {}",
+                                               worker.id, workers(worker.fleet.inference),
+                                               to_string(worker.fleet.inference)));
       }
       return worker;
     }
@@ -409,7 +472,8 @@ Command parse_command_line(const std::vector<std::string>& words) {
   } catch (const CLI::ExtrasError&) {
     const auto extras = chosen().remaining();
     const auto& words_left = extras.empty() ? app.remaining() : extras;
-    return wrong_use(chosen(), words_left.empty() ? "an argument is unknown" : unexpected(chosen(), words_left.front()));
+    return wrong_use(
+        chosen(), words_left.empty() ? "an argument is unknown" : unexpected(chosen(), words_left.front()));
   } catch (const CLI::ParseError& error) {
     return wrong_use(chosen(), error.what());
   }

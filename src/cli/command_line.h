@@ -16,10 +16,11 @@ struct Notice {
   std::string text;
 };
 
-using Command = std::variant<Notice, GenerateArguments, InspectArguments, PlanArguments, SyncArguments, TrainerArguments,
-                             WorkerArguments>;
+using Command = std::variant<Notice, GenerateArguments, InspectArguments, PlanArguments, SyncArguments,
+                             TrainerArguments, WorkerArguments>;
 
-// Parses what follows the program's name. Never fails otherwise than by a Notice, which names the flag and the accepted form.
+// Parses what follows the program's name. Never fails otherwise than by a Notice, which names the flag and
+// the accepted form.
 Command parse_command_line(const std::vector<std::string>& words);
 
 // The flags that give another process the same fleet settings; parse_command_line reads them back.

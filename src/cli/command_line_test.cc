@@ -43,7 +43,9 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   versions.seed = 1ull << 40;
 
   std::vector<std::string> words = {"trainer", "--rank", "2", "--model", "m", "--fleet-dir", "d"};
-  for (const auto& flags : {to_flags(fleet), to_flags(versions)}) words.insert(words.end(), flags.begin(), flags.end());
+  for (const auto& flags : {to_flags(fleet), to_flags(versions)}) {
+    words.insert(words.end(), flags.begin(), flags.end());
+  }
   const auto read = parsed<TrainerArguments>(words);
   EXPECT_EQ(read.fleet.trainer, fleet.trainer);
   EXPECT_EQ(to_string(read.fleet.inference), "tp=4,pp=2,dp=2,replicas=5");

@@ -42,7 +42,8 @@ Status host_error(const char* what) {
 
 void copy_non_temporal(std::byte* to, const std::byte* from, std::uint64_t bytes) {
 #if defined(__SSE2__)
-  const std::uint64_t head = std::min<std::uint64_t>(bytes, (16 - reinterpret_cast<std::uintptr_t>(to) % 16) % 16);
+  const std::uint64_t head =
+      std::min<std::uint64_t>(bytes, (16 - reinterpret_cast<std::uintptr_t>(to) % 16) % 16);
   std::memcpy(to, from, head);
   std::uint64_t at = head;
   for (; at + 64 <= bytes; at += 64) {
@@ -82,10 +83,12 @@ struct CopyProbe::Line {
   Times times[1];                      // one per process
 };
 
-void CopyProbe::run(Line* line, std::size_t index, std::size_t count, const std::vector<std::uint64_t>& keys, int commands,
-                    int replies) {
+void CopyProbe::run(Line* line, std::size_t index, std::size_t count, const std::vector<std::uint64_t>& keys,
+                    int commands, int replies) {
   std::uint64_t total = 0;
-  for (const std::uint64_t bytes : keys) total += checked_align_up<std::uint64_t>(bytes, kAlignment).value_or(0);
+  for (const std::uint64_t bytes : keys) {
+    total += checked_align_up<std::uint64_t>(bytes, kAlignment).value_or(0);
+  }
   if (total == 0) total = kAlignment;
   auto owned = SharedSegment::create(total, "the memcpy limit's source");
   if (!owned.ok()) _exit(1);
@@ -129,19 +132,23 @@ void CopyProbe::run(Line* line, std::size_t index, std::size_t count, const std:
   }
 }
 
-Result<std::unique_ptr<CopyProbe>> CopyProbe::start(const std::vector<std::vector<std::uint64_t>>& key_bytes) {
+Result<std::unique_ptr<CopyProbe>> CopyProbe::start(
+    const std::vector<std::vector<std::uint64_t>>& key_bytes) {
   std::uint64_t needed = 0;
-  for (const auto& keys : key_bytes) needed += 2 * std::accumulate(keys.begin(), keys.end(), std::uint64_t{0});
+  for (const auto& keys : key_bytes) {
+    needed += 2 * std::accumulate(keys.begin(), keys.end(), std::uint64_t{0});
+  }
   const std::uint64_t available = available_memory_bytes();
   if (needed > available / 2) {
     return Status(StatusCode::kResourceExhausted,
-                  fmt::format("the memcpy limit is not measured: it needs {} and {} are available", format_bytes(needed),
-                              format_bytes(available)),
+                  fmt::format("the memcpy limit is not measured: it needs {} and {} are available",
+                              format_bytes(needed), format_bytes(available)),
                   {.reason = Reason::kNoMemory, .fault = Fault::kHost});
   }
   std::unique_ptr<CopyProbe> probe(new CopyProbe);
   probe->line_bytes_ = sizeof(Line) + key_bytes.size() * sizeof(Line::Times);
-  void* const shared = mmap(nullptr, probe->line_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* const shared =
+      mmap(nullptr, probe->line_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (shared == MAP_FAILED) return host_error("mmap");
   probe->line_ = new (shared) Line{};
 

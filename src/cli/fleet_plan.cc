@@ -42,14 +42,17 @@ Digest128 FleetPlan::digest() const {
   return {.low = all.low64, .high = all.high64};
 }
 
-Result<std::vector<std::vector<std::uint32_t>>> held_names(const ModelInput& model, const TrainerLayout& layout,
+Result<std::vector<std::vector<std::uint32_t>>> held_names(const ModelInput& model,
+                                                           const TrainerLayout& layout,
                                                            const std::vector<std::string>& withheld) {
-  SHARDPULL_ASSIGN_OR_RETURN(auto held, names_of_ranks(model.metadata, model.config.tie_word_embeddings, layout));
+  SHARDPULL_ASSIGN_OR_RETURN(auto held,
+                             names_of_ranks(model.metadata, model.config.tie_word_embeddings, layout));
   for (const std::string& name : withheld) {
     const auto at = std::find_if(model.metadata.begin(), model.metadata.end(),
                                  [&](const TensorMeta& meta) { return meta.name == name; });
     if (at == model.metadata.end()) {
-      return Status(StatusCode::kInvalidArgument, fmt::format("--withhold: {} has no tensor {}", model.label, name),
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--withhold: {} has no tensor {}", model.label, name),
                     {.reason = Reason::kBadArgument, .tensor = name});
     }
     const auto index = static_cast<std::uint32_t>(at - model.metadata.begin());
@@ -85,7 +88,9 @@ Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& op
     holding.rank = rank;
     holding.digest = metadata;
     holding.whole.assign((model.metadata.size() + 7) / 8, 0);
-    for (const std::uint32_t name : held[rank]) holding.whole[name / 8] |= static_cast<std::uint8_t>(1u << (name % 8));
+    for (const std::uint32_t name : held[rank]) {
+      holding.whole[name / 8] |= static_cast<std::uint8_t>(1u << (name % 8));
+    }
     holdings.push_back(std::move(holding));
   }
   InitTables& tables = fleet.tables;

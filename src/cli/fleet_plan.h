@@ -1,5 +1,5 @@
-// The plan of a whole fleet, made in one process without any of the fleet's processes: what `plan` prints and what `sync`
-// checks before it starts anything.
+// The plan of a whole fleet, made in one process without any of the fleet's processes: what `plan` prints and
+// what `sync` checks before it starts anything.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct FleetPlan {
   std::vector<Recording> recordings;  // by consumer
   std::vector<WorkerPlan> plans;      // by consumer
   std::int64_t bake_ns = 0, plan_ns = 0;
-  std::uint64_t parameters = 0;       // elements that all workers keep together
+  std::uint64_t parameters = 0;  // elements that all workers keep together
 
   std::uint64_t keys() const;
   std::uint64_t chunks() const;
@@ -38,11 +38,14 @@ struct FleetPlan {
   Digest128 digest() const;  // over all workers' plans, in their order
 };
 
-// Builds, bakes and plans every worker. Errors are those of the rooms, with the worker named where there is one.
+// Builds, bakes and plans every worker. Errors are those of the rooms, with the worker named where there is
+// one.
 Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& options);
 
-// The names each rank holds: the layout's, less the withheld. Refused: a withheld name that the model does not have.
-Result<std::vector<std::vector<std::uint32_t>>> held_names(const ModelInput& model, const TrainerLayout& layout,
+// The names each rank holds: the layout's, less the withheld. Refused: a withheld name that the model does
+// not have.
+Result<std::vector<std::vector<std::uint32_t>>> held_names(const ModelInput& model,
+                                                           const TrainerLayout& layout,
                                                            const std::vector<std::string>& withheld);
 
 }  // namespace shardpull::cli

@@ -28,7 +28,8 @@ Status generate(const GenerateArguments& arguments, LauncherChannel& launcher) {
     if (now - told < 50 * kNanosPerMilli) return;
     told = now;
     launcher.send({{"event", "generated"}, {"bytes", done}, {"total", total}});
-    progress.update("generating", static_cast<double>(done) / static_cast<double>(std::max<std::uint64_t>(total, 1)),
+    progress.update("generating",
+                    static_cast<double>(done) / static_cast<double>(std::max<std::uint64_t>(total, 1)),
                     format_rate(done, now - begin));
   };
   SHARDPULL_RETURN_IF_ERROR(shardpull::generate(arguments.directory, shape, options));

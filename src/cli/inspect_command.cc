@@ -31,7 +31,9 @@ struct Findings {
   std::vector<std::string> problems;
 };
 
-std::string shape_text(const std::vector<std::int64_t>& shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  return fmt::format("[{}]", fmt::join(shape, ", "));
+}
 
 void inspect_file(Findings& findings) {
   auto file = SafetensorsFile::open(findings.path);
@@ -42,7 +44,9 @@ void inspect_file(Findings& findings) {
   for (std::size_t i = 0; i < file->tensors().size(); ++i) {
     findings.tensors.push_back({file->tensors()[i], file->bytes(i), file->path().filename().string()});
   }
-  for (const auto& [key, value] : file->metadata()) findings.notes.push_back(fmt::format("metadata {}: {}", key, value));
+  for (const auto& [key, value] : file->metadata()) {
+    findings.notes.push_back(fmt::format("metadata {}: {}", key, value));
+  }
 }
 
 void inspect_config(Findings& findings) {
@@ -51,7 +55,9 @@ void inspect_config(Findings& findings) {
     findings.problems.push_back(config.status().message());
     return;
   }
-  const auto add = [&](const char* name, std::string value) { findings.config.emplace_back(name, std::move(value)); };
+  const auto add = [&](const char* name, std::string value) {
+    findings.config.emplace_back(name, std::move(value));
+  };
   const auto add_size = [&](const char* name, std::int64_t value) {
     if (value != 0) add(name, fmt::format("{}", value));
   };
@@ -102,8 +108,8 @@ std::string as_text(const Findings& findings) {
     rows = {{"tensor", "dtype", "shape", "file", "bytes"}};
     std::uint64_t total = 0;
     for (const Row& row : findings.tensors) {
-      rows.push_back({row.meta.name, std::string(dtype_name(row.meta.dtype)), shape_text(row.meta.shape), row.file,
-                      fmt::format("{}", row.bytes)});
+      rows.push_back({row.meta.name, std::string(dtype_name(row.meta.dtype)), shape_text(row.meta.shape),
+                      row.file, fmt::format("{}", row.bytes)});
       total += row.bytes;
     }
     text += format_table(rows, 4);

@@ -53,7 +53,8 @@ Status LauncherChannel::pass_gate(const char* gate, std::uint32_t sync) {
   for (;;) {
     const std::int64_t left = deadline - clock.now_ns();
     if (left <= 0) {
-      return Status(StatusCode::kDeadlineExceeded, fmt::format("the launcher did not answer at gate \"{}\" of sync {}", gate, sync),
+      return Status(StatusCode::kDeadlineExceeded,
+                    fmt::format("the launcher did not answer at gate \"{}\" of sync {}", gate, sync),
                     {.reason = Reason::kStalled, .fault = Fault::kPeer, .peer = "launcher"});
     }
     pollfd waiting{.fd = fd_.get(), .events = POLLIN, .revents = 0};

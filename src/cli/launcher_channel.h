@@ -1,5 +1,5 @@
-// The line between a process and the launcher that started it: JSON objects, one a line, towards the launcher; single bytes
-// back. A process started by hand has none, and every call returns at once.
+// The line between a process and the launcher that started it: JSON objects, one a line, towards the
+// launcher; single bytes back. A process started by hand has none, and every call returns at once.
 //
 //   {"event":"progress","bytes":N}            trainer: bytes of its groups that are through, in this sync
 //   {"event":"ready","sync":I}                trainer: about to start sync I; waits for a byte
@@ -28,8 +28,8 @@ class LauncherChannel {
   void send(const nlohmann::json& event);
   void send_progress(std::uint64_t bytes);
   void send_error(const Status& status);
-  // Tells the launcher that this process is at a gate and waits until it may go on. An error when the launcher has gone, or
-  // after ten minutes.
+  // Tells the launcher that this process is at a gate and waits until it may go on. An error when the
+  // launcher has gone, or after ten minutes.
   Status pass_gate(const char* gate, std::uint32_t sync);
 
  private:

@@ -27,9 +27,11 @@ struct Word {
 };
 
 // Words of layouts that exist elsewhere in the field: refused as missing, not as misspelt.
-constexpr std::array<std::string_view, 8> kOtherWords = {"tp", "pp", "dp", "ep", "fsdp", "cp", "sp", "replicas"};
+constexpr std::array<std::string_view, 8> kOtherWords = {"tp",   "pp", "dp", "ep",
+                                                         "fsdp", "cp", "sp", "replicas"};
 
-Status parse_words(std::string_view text, std::string_view flag, std::string_view form, std::span<const Word> words) {
+Status parse_words(std::string_view text, std::string_view flag, std::string_view form,
+                   std::span<const Word> words) {
   const std::string expected = fmt::format("expected {}", form);
   if (text.empty()) return refused(fmt::format("{}: no layout; {}", flag, expected));
   std::vector<std::string_view> seen;
@@ -42,7 +44,8 @@ Status parse_words(std::string_view text, std::string_view flag, std::string_vie
     if (equals == std::string_view::npos || name.empty()) {
       return refused(fmt::format("{}: \"{}\" is not WORD=NUMBER; {}", flag, part, expected));
     }
-    const auto word = std::find_if(words.begin(), words.end(), [&](const Word& known) { return known.name == name; });
+    const auto word =
+        std::find_if(words.begin(), words.end(), [&](const Word& known) { return known.name == name; });
     if (word == words.end()) {
       const bool other = std::find(kOtherWords.begin(), kOtherWords.end(), name) != kOtherWords.end();
       return refused(fmt::format("{}: {} \"{}\" {}; {}", flag, other ? "layout" : "word", name,
@@ -62,7 +65,9 @@ Status parse_words(std::string_view text, std::string_view flag, std::string_vie
 }
 
 // Embeddings sit before the first layer, norms and heads behind the last one. Families agree on the word.
-bool is_embedding(std::string_view name) { return name.find("embed") != std::string_view::npos; }
+bool is_embedding(std::string_view name) {
+  return name.find("embed") != std::string_view::npos;
+}
 
 // The one embedding that a tied head shares.
 bool is_input_embedding(std::string_view name) {
@@ -81,12 +86,14 @@ Result<TrainerLayout> parse_trainer_layout(std::string_view text) {
 Result<InferenceLayout> parse_inference_layout(std::string_view text) {
   std::uint32_t tp = 1, pp = 1, dp = 1, replicas = 1;
   const Word words[] = {{"tp", &tp}, {"pp", &pp}, {"dp", &dp}, {"replicas", &replicas}};
-  SHARDPULL_RETURN_IF_ERROR(
-      parse_words(text, "--inference", "tp=N, pp=N, dp=N and replicas=N, each at most once, such as tp=2,pp=1", words));
+  SHARDPULL_RETURN_IF_ERROR(parse_words(
+      text, "--inference", "tp=N, pp=N, dp=N and replicas=N, each at most once, such as tp=2,pp=1", words));
   std::uint64_t count = 1;
   for (const Word& word : words) {
     count *= *word.target;  // at most kMaxRanks^2 here
-    if (count > kMaxRanks) return refused(fmt::format("--inference: {} gives more than {} workers", text, kMaxRanks));
+    if (count > kMaxRanks) {
+      return refused(fmt::format("--inference: {} gives more than {} workers", text, kMaxRanks));
+    }
   }
   InferenceLayout layout;
   layout.tp = static_cast<int>(tp);
@@ -96,7 +103,9 @@ Result<InferenceLayout> parse_inference_layout(std::string_view text) {
   return layout;
 }
 
-std::string to_string(const TrainerLayout& layout) { return fmt::format("pp={}", layout.pp); }
+std::string to_string(const TrainerLayout& layout) {
+  return fmt::format("pp={}", layout.pp);
+}
 
 std::string to_string(const InferenceLayout& layout) {
   std::string text = fmt::format("tp={},pp={}", layout.tp, layout.pp);
@@ -105,10 +114,12 @@ std::string to_string(const InferenceLayout& layout) {
   return text;
 }
 
-std::uint32_t workers(const InferenceLayout& layout) { return static_cast<std::uint32_t>(layout.workers()); }
+std::uint32_t workers(const InferenceLayout& layout) {
+  return static_cast<std::uint32_t>(layout.workers());
+}
 
-Result<std::vector<std::vector<std::uint32_t>>> names_of_ranks(const std::vector<TensorMeta>& metadata, bool tied,
-                                                               const TrainerLayout& layout) {
+Result<std::vector<std::vector<std::uint32_t>>> names_of_ranks(const std::vector<TensorMeta>& metadata,
+                                                               bool tied, const TrainerLayout& layout) {
   SHARDPULL_ASSIGN_OR_RETURN(const std::vector<GatherGroup> groups, form_groups(metadata));
 
   // The layers in the model's order. form_groups gives them in the list's, where 10 may come before 2.
@@ -121,9 +132,10 @@ Result<std::vector<std::vector<std::uint32_t>>> names_of_ranks(const std::vector
     const std::string prefix = dot == std::string::npos ? "" : label.substr(0, dot);
     auto at = std::find(prefixes.begin(), prefixes.end(), prefix);
     if (at == prefixes.end()) at = prefixes.insert(prefixes.end(), prefix);
-    SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t number,
-                               parse_integer(std::string_view(label).substr(dot == std::string::npos ? 0 : dot + 1),
-                                             "the layer of " + metadata[groups[g].first].name, 0, INT64_MAX));
+    SHARDPULL_ASSIGN_OR_RETURN(
+        const std::int64_t number,
+        parse_integer(std::string_view(label).substr(dot == std::string::npos ? 0 : dot + 1),
+                      "the layer of " + metadata[groups[g].first].name, 0, INT64_MAX));
     layers[{static_cast<std::size_t>(at - prefixes.begin()), static_cast<std::uint64_t>(number)}] = g;
   }
   const auto stages = pipeline_stages(static_cast<std::int64_t>(layers.size()), static_cast<int>(layout.pp));
@@ -151,8 +163,8 @@ Result<std::vector<std::vector<std::uint32_t>>> names_of_ranks(const std::vector
   }
   for (std::uint32_t r = 0; r < layout.pp; ++r) {
     if (!names[r].empty()) continue;
-    return refused(fmt::format("--trainer pp={}: rank {} would hold nothing, since the model has {} layers", layout.pp, r,
-                               layers.size()));
+    return refused(fmt::format("--trainer pp={}: rank {} would hold nothing, since the model has {} layers",
+                               layout.pp, r, layers.size()));
   }
   return names;
 }

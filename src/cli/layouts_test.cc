@@ -21,11 +21,14 @@ std::vector<TensorMeta> tensors(std::vector<std::string> names) {
 std::vector<std::string> decoder(int layers, bool head) {
   std::vector<std::string> names = {"model.embed_tokens.weight", "model.norm.weight"};
   if (head) names.push_back("lm_head.weight");
-  for (int i = 0; i < layers; ++i) names.push_back("model.layers." + std::to_string(i) + ".mlp.up_proj.weight");
+  for (int i = 0; i < layers; ++i) {
+    names.push_back("model.layers." + std::to_string(i) + ".mlp.up_proj.weight");
+  }
   return names;
 }
 
-std::vector<std::vector<std::string>> held(const std::vector<TensorMeta>& metadata, bool tied, std::uint32_t pp) {
+std::vector<std::vector<std::string>> held(const std::vector<TensorMeta>& metadata, bool tied,
+                                           std::uint32_t pp) {
   auto names = names_of_ranks(metadata, tied, {.pp = pp});
   EXPECT_TRUE(names.ok()) << names.status().message();
   std::vector<std::vector<std::string>> out;
@@ -48,7 +51,8 @@ TEST(Layouts, Words) {
 }
 
 TEST(Layouts, MalformedWordsAreRefusedWithTheForm) {
-  for (const char* text : {"", ",", "pp", "pp=", "pp=0", "pp=x", "pp=1.5", "pp=2,", "pp=2,pp=2", "=2", "PP=2", "pp=2 ", "pp=65537"}) {
+  for (const char* text : {"", ",", "pp", "pp=", "pp=0", "pp=x", "pp=1.5", "pp=2,", "pp=2,pp=2", "=2", "PP=2",
+                           "pp=2 ", "pp=65537"}) {
     const auto layout = parse_trainer_layout(text);
     ASSERT_FALSE(layout.ok()) << text;
     EXPECT_EQ(layout.status().code(), StatusCode::kInvalidArgument);
@@ -73,13 +77,15 @@ TEST(Layouts, TwelveLayersOnTwoRanks) {
   EXPECT_EQ(ranks[1].size(), 8u);
 }
 
-// Goal: the ownership that was recorded of a real trainer pipeline (oracle qwen3_tied_pptrain): two layers before the last
-// stage's one, and the tied embedding on both ends.
+// Goal: the ownership that was recorded of a real trainer pipeline (oracle qwen3_tied_pptrain): two layers
+// before the last stage's one, and the tied embedding on both ends.
 TEST(Layouts, RemainderGoesBeforeTheLastStage) {
   const auto metadata = tensors(decoder(3, false));
   EXPECT_THAT(held(metadata, true, 2),
-              ElementsAre(ElementsAre("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
-                          ElementsAre("model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight", "model.norm.weight")));
+              ElementsAre(ElementsAre("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight",
+                                      "model.layers.1.mlp.up_proj.weight"),
+                          ElementsAre("model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight",
+                                      "model.norm.weight")));
 }
 
 TEST(Layouts, EveryNameHasAnOwnerAndOneRankHasAll) {
@@ -107,10 +113,12 @@ TEST(Layouts, RankWithoutNamesIsRefused) {
 }
 
 TEST(Layouts, BertNames) {
-  const auto metadata = tensors({"embeddings.word_embeddings.weight", "embeddings.LayerNorm.weight", "encoder.layer.0.output.dense.weight",
-                                 "encoder.layer.1.output.dense.weight", "pooler.dense.weight"});
+  const auto metadata = tensors({"embeddings.word_embeddings.weight", "embeddings.LayerNorm.weight",
+                                 "encoder.layer.0.output.dense.weight", "encoder.layer.1.output.dense.weight",
+                                 "pooler.dense.weight"});
   EXPECT_THAT(held(metadata, false, 2),
-              ElementsAre(ElementsAre("embeddings.LayerNorm.weight", "embeddings.word_embeddings.weight", "encoder.layer.0.output.dense.weight"),
+              ElementsAre(ElementsAre("embeddings.LayerNorm.weight", "embeddings.word_embeddings.weight",
+                                      "encoder.layer.0.output.dense.weight"),
                           ElementsAre("encoder.layer.1.output.dense.weight", "pooler.dense.weight")));
 }
 

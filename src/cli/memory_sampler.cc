@@ -32,8 +32,12 @@ std::uint64_t status_line(std::string_view name) {
 
 }  // namespace
 
-std::uint64_t anonymous_bytes() { return status_line("\nRssAnon:"); }
-std::uint64_t peak_resident_bytes() { return status_line("\nVmHWM:"); }
+std::uint64_t anonymous_bytes() {
+  return status_line("\nRssAnon:");
+}
+std::uint64_t peak_resident_bytes() {
+  return status_line("\nVmHWM:");
+}
 
 MemorySampler::MemorySampler() : thread_([this] { run(); }) {}
 

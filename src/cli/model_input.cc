@@ -54,8 +54,8 @@ Result<ModelInput> open_model(const std::string& directory) {
     whole.metadata.clear();
     whole.tensor.clear();
     for (std::size_t i = 0; i < count; ++i) take(whole, i);
-    whole.notes.push_back(
-        fmt::format("{} tensors that the index does not list are used, because the model needs them", extra.size()));
+    whole.notes.push_back(fmt::format(
+        "{} tensors that the index does not list are used, because the model needs them", extra.size()));
     model = std::move(whole);
     checked = check(model);
   }
@@ -69,7 +69,8 @@ Result<ModelInput> model_of_shape(const ShapeSpec& spec, const ShapeOverrides& o
   SHARDPULL_ASSIGN_OR_RETURN(ModelShape shape, shape_config(spec, overrides));
   ModelInput model;
   model.label = fmt::format("{}:{}", spec.key, to_string(spec.size));
-  SHARDPULL_ASSIGN_OR_RETURN(model.config, ModelConfig::parse(shape.config_json, model.label + " config.json"));
+  SHARDPULL_ASSIGN_OR_RETURN(model.config,
+                             ModelConfig::parse(shape.config_json, model.label + " config.json"));
   model.metadata = std::move(shape.tensors);
   model.total_bytes = shape.total_bytes;
   return model;

@@ -18,15 +18,15 @@ namespace shardpull::cli {
 struct ModelInput {
   std::string label;  // the directory or "qwen3-8b:tiny", for people
   ModelConfig config;
-  std::vector<TensorMeta> metadata;       // ascending names (bytes): the gather order of every command
-  std::vector<std::size_t> tensor;        // metadata index -> index into the checkpoint
-  std::optional<Checkpoint> checkpoint;   // absent for a shape
-  std::uint64_t total_bytes = 0;          // of the metadata
-  std::vector<std::string> notes;         // what was decided on the way, one sentence each
+  std::vector<TensorMeta> metadata;      // ascending names (bytes): the gather order of every command
+  std::vector<std::size_t> tensor;       // metadata index -> index into the checkpoint
+  std::optional<Checkpoint> checkpoint;  // absent for a shape
+  std::uint64_t total_bytes = 0;         // of the metadata
+  std::vector<std::string> notes;        // what was decided on the way, one sentence each
 };
 
-// Opens a Hugging Face directory and checks it against its own config.json. Tensors that an index exists for but does not
-// list are taken only when the model cannot be built without them.
+// Opens a Hugging Face directory and checks it against its own config.json. Tensors that an index exists for
+// but does not list are taken only when the model cannot be built without them.
 Result<ModelInput> open_model(const std::string& directory);
 
 // A shape of the catalogue: config, names, dtypes and shapes.

@@ -71,25 +71,32 @@ std::string chunk_table(const FleetPlan& fleet) {
   std::uint32_t first = 0;
   for (const std::uint32_t length : tables.group_lens) {
     labels.push_back(length == 1 ? tables.metadata[first].name
-                                 : fmt::format("{} .. {}", tables.metadata[first].name, tables.metadata[first + length - 1].name));
+                                 : fmt::format("{} .. {}", tables.metadata[first].name,
+                                               tables.metadata[first + length - 1].name));
     first += length;
   }
-  std::vector<std::vector<std::string>> rows = {{"worker", "chunk", "group", "path", "from", "keys", "bytes"}};
+  std::vector<std::vector<std::string>> rows = {
+      {"worker", "chunk", "group", "path", "from", "keys", "bytes"}};
   for (const WorkerPlan& plan : fleet.plans) {
     for (const Chunk& chunk : plan.chunks) {
       std::string from;
-      for (const Run& run : chunk.runs) from += fmt::format("{}trainer {}", from.empty() ? "" : ", ", run.producer);
-      rows.push_back({fmt::format("{}", plan.consumer), fmt::format("{}", chunk.chunk_id), fmt::format("{} {}", chunk.group, labels[chunk.group]),
-                      chunk.keys.empty() ? "-" : std::string(to_string(chunk.path)), from.empty() ? "-" : from,
-                      fmt::format("{}", chunk.keys.size()), fmt::format("{}", chunk.bytes)});
+      for (const Run& run : chunk.runs) {
+        from += fmt::format("{}trainer {}", from.empty() ? "" : ", ", run.producer);
+      }
+      rows.push_back({fmt::format("{}", plan.consumer), fmt::format("{}", chunk.chunk_id),
+                      fmt::format("{} {}", chunk.group, labels[chunk.group]),
+                      chunk.keys.empty() ? "-" : std::string(to_string(chunk.path)),
+                      from.empty() ? "-" : from, fmt::format("{}", chunk.keys.size()),
+                      fmt::format("{}", chunk.bytes)});
     }
   }
   return format_table(rows, 5);
 }
 
 Status plan(const PlanArguments& arguments) {
-  Result<ModelInput> input = arguments.model.shape ? model_of_shape(*arguments.model.shape, arguments.model.overrides)
-                                                   : open_model(arguments.model.directory);
+  Result<ModelInput> input = arguments.model.shape
+                                 ? model_of_shape(*arguments.model.shape, arguments.model.overrides)
+                                 : open_model(arguments.model.directory);
   if (!input.ok()) return input.status();
   const ModelInput& model = *input;
   const PathPolicy path = arguments.fleet.path == PathChoice::kPacked   ? PathPolicy::kPacked
@@ -108,7 +115,8 @@ Status plan(const PlanArguments& arguments) {
     bool known = false;
     for (const TensorMeta& meta : model.metadata) known = known || meta.name == arguments.explain;
     if (!known) {
-      return Status(StatusCode::kNotFound, fmt::format("--explain: {} has no tensor {}", model.label, arguments.explain),
+      return Status(StatusCode::kNotFound,
+                    fmt::format("--explain: {} has no tensor {}", model.label, arguments.explain),
                     {.reason = Reason::kBadArgument, .tensor = arguments.explain});
     }
   }
@@ -120,11 +128,14 @@ Status plan(const PlanArguments& arguments) {
     std::fputs(explain(fleet.tables, fleet.plans, fleet.recordings, arguments.explain).c_str(), stdout);
     return {};
   }
-  std::string text = fmt::format("model      {}: {} tensors, {}\n", model.label, model.metadata.size(), format_bytes(model.total_bytes));
-  text += fmt::format("fleet      trainer {}, inference {}\n", to_string(arguments.fleet.trainer), to_string(arguments.fleet.inference));
+  std::string text = fmt::format("model      {}: {} tensors, {}\n", model.label, model.metadata.size(),
+                                 format_bytes(model.total_bytes));
+  text += fmt::format("fleet      trainer {}, inference {}\n", to_string(arguments.fleet.trainer),
+                      to_string(arguments.fleet.inference));
   for (const std::string& note : model.notes) text += fmt::format("note       {}\n", note);
-  text += fmt::format("planned    bake {}, plan {}, peak memory {}, digest {}\n\n", format_duration_ns(fleet.bake_ns),
-                      format_duration_ns(fleet.plan_ns), format_bytes(peak_resident_bytes()), to_string(fleet.digest()));
+  text += fmt::format("planned    bake {}, plan {}, peak memory {}, digest {}\n\n",
+                      format_duration_ns(fleet.bake_ns), format_duration_ns(fleet.plan_ns),
+                      format_bytes(peak_resident_bytes()), to_string(fleet.digest()));
   text += summarise(fleet.tables, fleet.plans, fleet.recordings);
   if (!arguments.summary) text += "\n" + chunk_table(fleet);
   std::fputs(text.c_str(), stdout);

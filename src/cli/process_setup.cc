@@ -20,7 +20,8 @@ namespace {
 Result<std::uint64_t> read_token(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) {
-    return Status(StatusCode::kNotFound, fmt::format("--token-file: cannot read {}", path), {.reason = Reason::kBadArgument});
+    return Status(StatusCode::kNotFound, fmt::format("--token-file: cannot read {}", path),
+                  {.reason = Reason::kBadArgument});
   }
   std::string text(64, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
@@ -37,9 +38,12 @@ Result<std::uint64_t> read_token(const std::string& path) {
     token = token * 16 + static_cast<std::uint64_t>(digit < 0 ? 0 : digit);
   }
   if (!good || token == 0) {
-    return Status(StatusCode::kInvalidArgument,
-                  fmt::format("--token-file: {} does not hold a token; expected 16 hexadecimal digits that are not all 0", path),
-                  {.reason = Reason::kBadArgument});
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format(
+            "--token-file: {} does not hold a token; expected 16 hexadecimal digits that are not all 0",
+            path),
+        {.reason = Reason::kBadArgument});
   }
   return token;
 }

@@ -13,8 +13,8 @@ namespace shardpull::cli {
 // The fleet's options: its directory, the token from --token-file or SHARDPULL_TOKEN, and the time limits.
 Result<FleetOptions> fleet_options(const FleetArguments& fleet, const ProcessArguments& process);
 
-// Prepares this process to be `name` ("worker 1"): log lines carry it, a peer that goes does not end it with SIGPIPE, freed
-// large blocks go back to the system at once.
+// Prepares this process to be `name` ("worker 1"): log lines carry it, a peer that goes does not end it with
+// SIGPIPE, freed large blocks go back to the system at once.
 void become(const std::string& name);
 
 // Says why this process fails: to the launcher, which prints it, or on standard error. Returns the exit code.

@@ -37,11 +37,12 @@ void write_out(std::string_view text) {
 std::string format_clock(std::int64_t ns) {
   const std::int64_t all = std::max<std::int64_t>(ns, 0) / kNanosPerSecond;
   const std::int64_t hours = all / 3600, minutes = all / 60 % 60, seconds = all % 60;
-  return hours != 0 ? fmt::format("{}:{:02}:{:02}", hours, minutes, seconds) : fmt::format("{}:{:02}", minutes, seconds);
+  return hours != 0 ? fmt::format("{}:{:02}:{:02}", hours, minutes, seconds)
+                    : fmt::format("{}:{:02}", minutes, seconds);
 }
 
-std::string progress_frame(std::string_view label, double fraction, std::string_view rate, std::string_view left,
-                           std::size_t width) {
+std::string progress_frame(std::string_view label, double fraction, std::string_view rate,
+                           std::string_view left, std::size_t width) {
   fraction = std::clamp(fraction, 0.0, 1.0);
   std::string tail = fmt::format(" {:>3}%", static_cast<int>(fraction * 100));
   if (!rate.empty()) tail += fmt::format("  {}", rate);
@@ -64,7 +65,9 @@ std::string progress_frame(std::string_view label, double fraction, std::string_
 Progress::Progress(bool quiet)
     : quiet_(quiet), terminal_(!quiet && draws_bars()), begin_ns_(SystemClock::instance().now_ns()) {}
 
-Progress::~Progress() { clear(); }
+Progress::~Progress() {
+  clear();
+}
 
 void Progress::update(std::string_view label, double fraction, std::string_view rate) {
   if (!terminal_) return;

@@ -9,7 +9,8 @@ namespace shardpull::cli {
 
 // One frame of the bar, `width` columns at most: "sync 2/3 [=====>    ]  52%  1.2 GB/s  0:04 left".
 // `fraction` in [0, 1]; `rate` and `left` may be empty.
-std::string progress_frame(std::string_view label, double fraction, std::string_view rate, std::string_view left, std::size_t width);
+std::string progress_frame(std::string_view label, double fraction, std::string_view rate,
+                           std::string_view left, std::size_t width);
 
 // "0:04", "12:03", "1:02:03".
 std::string format_clock(std::int64_t ns);

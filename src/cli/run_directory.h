@@ -8,8 +8,9 @@
 
 namespace shardpull::cli {
 
-// Owner-only, in TMPDIR or /tmp. The destructor removes it with everything in it. A run that was killed cannot do that: its
-// directory is removed by the next run that makes one (a lock that the dead no longer hold tells which).
+// Owner-only, in TMPDIR or /tmp. The destructor removes it with everything in it. A run that was killed
+// cannot do that: its directory is removed by the next run that makes one (a lock that the dead no longer
+// hold tells which).
 class RunDirectory {
  public:
   static Result<RunDirectory> make();

@@ -28,7 +28,9 @@ constexpr std::int64_t kGraceNs = kNanosPerSecond;
 constexpr std::int64_t kTermNs = kNanosPerSecond;
 constexpr std::size_t kHeldLines = 200;  // per child
 
-std::int64_t now() { return SystemClock::instance().now_ns(); }
+std::int64_t now() {
+  return SystemClock::instance().now_ns();
+}
 
 bool passes_logs_on() {
   const char* const level = std::getenv("SHARDPULL_LOG");
@@ -56,7 +58,8 @@ std::optional<RunError> choose_cause(const std::vector<ChildEnd>& ends) {
   const ChildEnd* cause = nullptr;
   for (const ChildEnd& end : ends) {
     if (!end.failed) continue;
-    if (cause == nullptr || std::pair(rank_of(end), end.order) < std::pair(rank_of(*cause), cause->order)) cause = &end;
+    const auto place = [](const ChildEnd& each) { return std::pair(rank_of(each), each.order); };
+    if (cause == nullptr || place(end) < place(*cause)) cause = &end;
   }
   if (cause == nullptr) return std::nullopt;
   std::string message = cause->error ? cause->error->message : cause->exit;
@@ -135,7 +138,8 @@ void Supervisor::read_channel(std::size_t index, const Handlers& handlers) {
       if (!event.is_object()) continue;
       if (event.value("event", "") == "error") {
         if (!child.error) {
-          child.error = ChildError{static_cast<Reason>(event.value("reason", 0)), event.value("peer", ""), event.value("message", "")};
+          child.error = ChildError{static_cast<Reason>(event.value("reason", 0)), event.value("peer", ""),
+                                   event.value("message", "")};
         }
         note_failure(child);
       } else if (handlers.on_event) {
@@ -181,7 +185,8 @@ void Supervisor::reap(const Handlers& handlers) {
     read_channel(i, handlers);  // what it said before it ended
     read_errors(child);
     const int code = child.process.exit_code();
-    // A process that fails by itself says why. Any other bad end is none that it chose: what it wrote last may explain it.
+    // A process that fails by itself says why. Any other bad end is none that it chose: what it wrote last
+    // may explain it.
     child.crashed = code < 0 ? !child.process.signalled_by_us() : code != 0 && !child.error;
     if (code != 0 && (child.crashed || !child.process.signalled_by_us())) note_failure(child);
   }
@@ -211,7 +216,8 @@ void Supervisor::take_signals(const Handlers& handlers) {
 std::optional<RunError> Supervisor::run(const Handlers& handlers) {
   held_lines_.clear();
   for (;;) {
-    const bool running = std::any_of(children_.begin(), children_.end(), [](const auto& child) { return child->process.running(); });
+    const bool running = std::any_of(children_.begin(), children_.end(),
+                                     [](const auto& child) { return child->process.running(); });
     if (!running) break;
 
     std::vector<pollfd> fds = {{signals_.get(), POLLIN, 0}};
@@ -257,7 +263,10 @@ std::optional<RunError> Supervisor::run(const Handlers& handlers) {
                     .order = child->failure_order});
   }
   std::optional<RunError> cause = choose_cause(ends);
-  if (interrupted_by_ != 0) cause = RunError{"", fmt::format("interrupted by signal {} ({})", interrupted_by_, strsignal(interrupted_by_))};
+  if (interrupted_by_ != 0) {
+    const char* const name = strsignal(interrupted_by_);
+    cause = RunError{"", fmt::format("interrupted by signal {} ({})", interrupted_by_, name)};
+  }
   for (const auto& child : children_) {
     if (cause && !child->crashed) continue;
     held_lines_.insert(held_lines_.end(), child->held.begin(), child->held.end());

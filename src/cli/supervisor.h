@@ -1,4 +1,5 @@
-// Runs a set of children to their end: passes on what they say, and when one fails ends the others and tells whose fault it was.
+// Runs a set of children to their end: passes on what they say, and when one fails ends the others and tells
+// whose fault it was.
 #pragma once
 
 #include <signal.h>
@@ -22,7 +23,7 @@ namespace shardpull::cli {
 // What a child said about why it ends.
 struct ChildError {
   Reason reason = Reason::kUnspecified;
-  std::string peer;     // the process it blames, or empty
+  std::string peer;  // the process it blames, or empty
   std::string message;
 };
 
@@ -36,12 +37,14 @@ struct ChildEnd {
   std::uint64_t order = 0;  // of the first sign of its failure
 };
 
-// The child whose own fault ended the run, when any failed: one that crashed, else one that blames nobody else, else one that
-// blames another, else one that only noticed the end of others; the earliest among equals.
+// The child whose own fault ended the run, when any failed: one that crashed, else one that blames nobody
+// else, else one that blames another, else one that only noticed the end of others; the earliest among
+// equals.
 std::optional<RunError> choose_cause(const std::vector<ChildEnd>& ends);
 
-// One supervisor per process. While it lives SIGINT, SIGTERM, SIGHUP and SIGCHLD are blocked and handled here: the first
-// three end all children and with them run(), within two seconds; a second one kills at once. Thread-compatible.
+// One supervisor per process. While it lives SIGINT, SIGTERM, SIGHUP and SIGCHLD are blocked and handled
+// here: the first three end all children and with them run(), within two seconds; a second one kills at once.
+// Thread-compatible.
 class Supervisor {
  public:
   // Refused: the host has no descriptor left.
@@ -67,8 +70,9 @@ class Supervisor {
   // Until all children have ended. Nothing = all of them with code 0.
   std::optional<RunError> run(const Handlers& handlers);
 
-  // Lines that children of the last run() wrote to standard error, prefixed with their names: of those that crashed after a
-  // failure, of all after a success. Empty when they were passed on at once, which SHARDPULL_LOG=info and below asks for.
+  // Lines that children of the last run() wrote to standard error, prefixed with their names: of those that
+  // crashed after a failure, of all after a success. Empty when they were passed on at once, which
+  // SHARDPULL_LOG=info and below asks for.
   const std::vector<std::string>& held_lines() const { return held_lines_; }
 
  private:

@@ -1,11 +1,13 @@
-// `shardpull sync`: a launcher. It makes a private directory and a token, starts `trainer` and `worker` processes of this same
-// program, and collects what they report. The processes do the work and could as well be started by hand.
+// `shardpull sync`: a launcher. It makes a private directory and a token, starts `trainer` and `worker`
+// processes of this same program, and collects what they report. The processes do the work and could as well
+// be started by hand.
 //
 //   trainers   ready(i) ----------------> wait            synced(i) -> wait          mutate, ready(i+1) ...
 //   workers                      (serve)                  synced(i) -> wait          verify, tell the sender
 //   launcher             copy, release      the sync               copy, release
 //
-// The two waits are there to measure plain copies beside the sync while the fleet stands still; nothing else needs them.
+// The two waits are there to measure plain copies beside the sync while the fleet stands still; nothing else
+// needs them.
 #include <signal.h>
 #include <sys/resource.h>
 
@@ -21,8 +23,8 @@
 #include "base/identity.h"
 #include "base/status_macros.h"
 #include "base/units.h"
-#include "cli/commands.h"
 #include "cli/command_line.h"
+#include "cli/commands.h"
 #include "cli/copy_probe.h"
 #include "cli/fleet_plan.h"
 #include "cli/model_input.h"
@@ -36,18 +38,24 @@ namespace {
 
 PathPolicy policy_of(PathChoice path) {
   switch (path) {
-    case PathChoice::kAuto: return PathPolicy::kAuto;
-    case PathChoice::kPacked: return PathPolicy::kPacked;
-    case PathChoice::kMapped: return PathPolicy::kMapped;
+    case PathChoice::kAuto:
+      return PathPolicy::kAuto;
+    case PathChoice::kPacked:
+      return PathPolicy::kPacked;
+    case PathChoice::kMapped:
+      return PathPolicy::kMapped;
   }
   return PathPolicy::kAuto;
 }
 
 std::string_view name_of(PathChoice path) {
   switch (path) {
-    case PathChoice::kAuto: return "auto";
-    case PathChoice::kPacked: return "packed";
-    case PathChoice::kMapped: return "mapped";
+    case PathChoice::kAuto:
+      return "auto";
+    case PathChoice::kPacked:
+      return "packed";
+    case PathChoice::kMapped:
+      return "mapped";
   }
   return "auto";
 }
@@ -66,7 +74,8 @@ std::vector<std::vector<std::uint64_t>> key_bytes(const FleetPlan& fleet) {
 // A running fleet as the launcher sees it.
 class FleetRun {
  public:
-  FleetRun(const SyncArguments& arguments, const FleetPlan& plan, Supervisor& supervisor, Progress& progress, RunReport& report)
+  FleetRun(const SyncArguments& arguments, const FleetPlan& plan, Supervisor& supervisor, Progress& progress,
+           RunReport& report)
       : arguments_(arguments),
         trainers_(arguments.fleet.trainer.ranks()),
         workers_(workers(arguments.fleet.inference)),
@@ -91,22 +100,27 @@ class FleetRun {
       append(words, to_flags(arguments_.versions));
       if (arguments_.verify) words.push_back("--verify");
       for (const std::string& name : arguments_.withhold) append(words, {"--withhold", name});
-      if (auto failed = start(fmt::format("trainer {}", rank), std::move(words), model, fleet_directory)) return failed;
+      if (auto failed = start(fmt::format("trainer {}", rank), std::move(words), model, fleet_directory)) {
+        return failed;
+      }
     }
     for (std::uint32_t id = 0; id < workers_; ++id) {
       std::vector<std::string> words = {"worker", "--id", fmt::format("{}", id)};
       if (arguments_.verify) words.push_back("--verify");
       if (!arguments_.dump.empty()) append(words, {"--dump", arguments_.dump});
-      if (auto failed = start(fmt::format("worker {}", id), std::move(words), model, fleet_directory)) return failed;
+      if (auto failed = start(fmt::format("worker {}", id), std::move(words), model, fleet_directory)) {
+        return failed;
+      }
     }
     progress_.update("starting", 0, "");
-    return supervisor_.run({.on_event = [this](std::size_t child, const nlohmann::json& event) { on_event(child, event); },
-                            .extra_fd = [this] { return probe_ ? probe_->reply_fd() : -1; },
-                            .on_extra = [this] { on_probe(); },
-                            .on_child_signal =
-                                [this] {
-                                  if (probe_ && probe_->broken()) drop_probe("a copying process ended");
-                                }});
+    return supervisor_.run(
+        {.on_event = [this](std::size_t child, const nlohmann::json& event) { on_event(child, event); },
+         .extra_fd = [this] { return probe_ ? probe_->reply_fd() : -1; },
+         .on_extra = [this] { on_probe(); },
+         .on_child_signal =
+             [this] {
+               if (probe_ && probe_->broken()) drop_probe("a copying process ended");
+             }});
   }
 
  private:
@@ -161,7 +175,8 @@ class FleetRun {
       return;
     }
     switch (stage_) {
-      case Stage::kGathering: return;
+      case Stage::kGathering:
+        return;
       case Stage::kBefore:
         before_ = probe_->elapsed_ns();
         return go_on();
@@ -210,10 +225,13 @@ class FleetRun {
       auto memory = memory_report_from_json(one);
       if (memory.ok()) report_.processes.push_back(std::move(*memory));
     }
-    progress_.line(fmt::format("sync {}/{}: version {}, {} in {} ({}){}", outcome->sync, arguments_.versions.syncs, outcome->version,
-                               format_bytes(outcome->bytes_moved()), format_duration_ns(static_cast<std::int64_t>(outcome->wall_ns)),
-                               format_rate(outcome->bytes_moved(), static_cast<std::int64_t>(outcome->wall_ns)),
-                               !outcome->verified() ? "" : outcome->exact() ? ", exact" : ", NOT exact"));
+    progress_.line(fmt::format(
+        "sync {}/{}: version {}, {} in {} ({}){}", outcome->sync, arguments_.versions.syncs, outcome->version,
+        format_bytes(outcome->bytes_moved()), format_duration_ns(static_cast<std::int64_t>(outcome->wall_ns)),
+        format_rate(outcome->bytes_moved(), static_cast<std::int64_t>(outcome->wall_ns)),
+        !outcome->verified() ? ""
+        : outcome->exact()   ? ", exact"
+                             : ", NOT exact"));
     report_.syncs.push_back(std::move(*outcome));
     through_.assign(trainers_, 0);
   }
@@ -245,11 +263,12 @@ Status prepare_host() {
   return {};
 }
 
-std::optional<RunError> generate_model(const SyncArguments& arguments, const std::string& directory, Supervisor& supervisor,
-                                       Progress& progress) {
+std::optional<RunError> generate_model(const SyncArguments& arguments, const std::string& directory,
+                                       Supervisor& supervisor, Progress& progress) {
   const ShapeSpec& shape = *arguments.model.shape;
   const ShapeOverrides& overrides = arguments.model.overrides;
-  std::vector<std::string> words = {"generate", "--shape", fmt::format("{}:{}", shape.key, to_string(shape.size)), "--out", directory};
+  std::vector<std::string> words = {
+      "generate", "--shape", fmt::format("{}:{}", shape.key, to_string(shape.size)), "--out", directory};
   const auto add = [&](const char* flag, const std::optional<std::int64_t>& value) {
     if (!value) return;
     words.push_back(flag);
@@ -265,7 +284,8 @@ std::optional<RunError> generate_model(const SyncArguments& arguments, const std
                              [&](std::size_t, const nlohmann::json& event) {
                                if (event.value("event", "") != "generated") return;
                                const double total = event.value("total", 1.0);
-                               progress.update("generating", event.value("bytes", 0.0) / std::max(total, 1.0), "");
+                               progress.update("generating", event.value("bytes", 0.0) / std::max(total, 1.0),
+                                               "");
                              },
                          .extra_fd = nullptr,
                          .on_extra = nullptr,
@@ -296,13 +316,14 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
 
   // Whatever is wrong with model, layout or plan shows here, before a process starts.
   const FleetArguments& fleet = arguments.fleet;
-  auto plan = plan_fleet(*model, {.trainer = fleet.trainer,
-                                  .inference = fleet.inference,
-                                  .ring_depth = fleet.ring_depth,
-                                  .export_pack_limit_bytes = fleet.export_pack_limit_bytes,
-                                  .plan = {.max_chunk_bytes = fleet.max_chunk_bytes, .path = policy_of(fleet.path)},
-                                  .bake = {},
-                                  .withheld = arguments.withhold});
+  auto plan =
+      plan_fleet(*model, {.trainer = fleet.trainer,
+                          .inference = fleet.inference,
+                          .ring_depth = fleet.ring_depth,
+                          .export_pack_limit_bytes = fleet.export_pack_limit_bytes,
+                          .plan = {.max_chunk_bytes = fleet.max_chunk_bytes, .path = policy_of(fleet.path)},
+                          .bake = {},
+                          .withheld = arguments.withhold});
   if (!plan.ok()) return failed(plan.status());
   auto held = held_names(*model, fleet.trainer, arguments.withhold);
   if (!held.ok()) return failed(held.status());
@@ -319,9 +340,11 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
   FleetRun run(arguments, *plan, **supervisor, progress, report);
   run.set_bytes_per_sync(bytes_per_sync);
   auto cause = run.run(model_directory, fleet_directory.string());
-  child_lines.insert(child_lines.end(), (*supervisor)->held_lines().begin(), (*supervisor)->held_lines().end());
+  child_lines.insert(child_lines.end(), (*supervisor)->held_lines().begin(),
+                     (*supervisor)->held_lines().end());
   if (!cause && report.syncs.size() != arguments.versions.syncs) {
-    cause = RunError{"", fmt::format("the fleet ended after {} of {} syncs", report.syncs.size(), arguments.versions.syncs)};
+    cause = RunError{"", fmt::format("the fleet ended after {} of {} syncs", report.syncs.size(),
+                                     arguments.versions.syncs)};
   }
   return cause;
 }
@@ -330,7 +353,8 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
 
 int run_sync(const SyncArguments& arguments) {
   RunReport report;
-  report.model = arguments.model.shape ? fmt::format("{}:{}", arguments.model.shape->key, to_string(arguments.model.shape->size))
+  report.model = arguments.model.shape ? fmt::format("{}:{}", arguments.model.shape->key,
+                                                     to_string(arguments.model.shape->size))
                                        : arguments.model.directory;
   report.trainer = to_string(arguments.fleet.trainer);
   report.inference = to_string(arguments.fleet.inference);

@@ -15,14 +15,22 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-double seconds(double ns) { return ns / 1e9; }
+double seconds(double ns) {
+  return ns / 1e9;
+}
 
 json to_json(const VerdictReport& verdict) {
-  return {{"exact", verdict.exact}, {"error", verdict.error}, {"parameters", verdict.parameters}, {"bytes", verdict.bytes}};
+  return {{"exact", verdict.exact},
+          {"error", verdict.error},
+          {"parameters", verdict.parameters},
+          {"bytes", verdict.bytes}};
 }
 
 VerdictReport verdict_from(const json& from) {
-  return {.exact = from.at("exact"), .error = from.at("error"), .parameters = from.at("parameters"), .bytes = from.at("bytes")};
+  return {.exact = from.at("exact"),
+          .error = from.at("error"),
+          .parameters = from.at("parameters"),
+          .bytes = from.at("bytes")};
 }
 
 MemoryReport memory_from(const json& from) {
@@ -40,7 +48,9 @@ std::string dumped(const json& value, int indent = -1) {
   return value.dump(indent, ' ', false, json::error_handler_t::replace);
 }
 
-std::string duration(double ns) { return format_duration_ns(static_cast<std::int64_t>(ns)); }
+std::string duration(double ns) {
+  return format_duration_ns(static_cast<std::int64_t>(ns));
+}
 
 }  // namespace
 
@@ -76,7 +86,7 @@ Result<MemoryReport> memory_report_from_json(const json& from) {
   }
 }
 
-// ---- one sync -----------------------------------------------------------------------------------------------------------
+// ---- one sync ---------------------------------------------------------------------------------------------
 
 std::uint64_t SyncOutcome::bytes_kept() const {
   std::uint64_t sum = 0;
@@ -114,13 +124,14 @@ bool SyncOutcome::memcpy_steady() const {
 }
 
 bool SyncOutcome::verified() const {
-  return !workers.empty() &&
-         std::all_of(workers.begin(), workers.end(), [](const WorkerOutcome& worker) { return worker.verdict.has_value(); });
+  return !workers.empty() && std::all_of(workers.begin(), workers.end(), [](const WorkerOutcome& worker) {
+    return worker.verdict.has_value();
+  });
 }
 
 bool SyncOutcome::exact() const {
-  return verified() &&
-         std::all_of(workers.begin(), workers.end(), [](const WorkerOutcome& worker) { return worker.verdict->exact; });
+  return verified() && std::all_of(workers.begin(), workers.end(),
+                                   [](const WorkerOutcome& worker) { return worker.verdict->exact; });
 }
 
 json to_json(const SyncOutcome& outcome) {
@@ -176,12 +187,14 @@ Result<SyncOutcome> sync_outcome_from_json(const json& from) {
   }
 }
 
-// ---- the run ------------------------------------------------------------------------------------------------------------
+// ---- the run ----------------------------------------------------------------------------------------------
 
 std::uint64_t RunReport::parameters() const {
   std::uint64_t sum = 0;
   if (syncs.empty()) return 0;
-  for (const WorkerOutcome& worker : syncs.back().workers) sum += worker.verdict ? worker.verdict->parameters : 0;
+  for (const WorkerOutcome& worker : syncs.back().workers) {
+    sum += worker.verdict ? worker.verdict->parameters : 0;
+  }
   return sum;
 }
 
@@ -196,7 +209,8 @@ std::uint64_t RunReport::bytes_compared() const {
 std::optional<bool> RunReport::exact() const {
   if (error) return false;
   if (!verify) return std::nullopt;
-  return !syncs.empty() && std::all_of(syncs.begin(), syncs.end(), [](const SyncOutcome& s) { return s.exact(); });
+  return !syncs.empty() &&
+         std::all_of(syncs.begin(), syncs.end(), [](const SyncOutcome& s) { return s.exact(); });
 }
 
 std::string format_table(const std::vector<std::vector<std::string>>& rows, std::size_t left_columns) {
@@ -210,7 +224,8 @@ std::string format_table(const std::vector<std::vector<std::string>>& rows, std:
     std::string line;
     for (std::size_t c = 0; c < row.size(); ++c) {
       if (c > 0) line += "  ";
-      line += c < left_columns ? fmt::format("{:<{}}", row[c], widths[c]) : fmt::format("{:>{}}", row[c], widths[c]);
+      line += c < left_columns ? fmt::format("{:<{}}", row[c], widths[c])
+                               : fmt::format("{:>{}}", row[c], widths[c]);
     }
     line.erase(line.find_last_not_of(' ') + 1);
     text += line + "\n";
@@ -220,44 +235,51 @@ std::string format_table(const std::vector<std::vector<std::string>>& rows, std:
 
 std::string verdict_line(const RunReport& report) {
   const std::optional<bool> exact = report.exact();
-  const std::string syncs = fmt::format("{} sync{}", report.syncs.size(), report.syncs.size() == 1 ? "" : "s");
+  const std::string syncs =
+      fmt::format("{} sync{}", report.syncs.size(), report.syncs.size() == 1 ? "" : "s");
   if (!exact) return fmt::format("done: {}, not verified (--verify compares every byte)", syncs);
   if (!*exact) return "NOT exact";
-  return fmt::format("exact: {} parameters, {} bytes, {}", report.parameters(), report.bytes_compared(), syncs);
+  return fmt::format("exact: {} parameters, {} bytes, {}", report.parameters(), report.bytes_compared(),
+                     syncs);
 }
 
 std::string to_text(const RunReport& report) {
   std::string text;
-  text += fmt::format("model      {}: {} tensors, {}\n", report.model, report.tensors, format_bytes(report.model_bytes));
+  text += fmt::format("model      {}: {} tensors, {}\n", report.model, report.tensors,
+                      format_bytes(report.model_bytes));
   text += fmt::format("fleet      trainer {}, inference {}\n", report.trainer, report.inference);
   for (const std::string& note : report.notes) text += fmt::format("note       {}\n", note);
   if (!report.syncs.empty()) {
     text += "\n";
-    std::vector<std::vector<std::string>> rows = {{"sync", "version", "kept", "moved", "moved/kept", "wall", "rate", "memcpy limit",
-                                                   "wall/limit", "non-temporal", "export copy"}};
+    std::vector<std::vector<std::string>> rows = {{"sync", "version", "kept", "moved", "moved/kept", "wall",
+                                                   "rate", "memcpy limit", "wall/limit", "non-temporal",
+                                                   "export copy"}};
     std::size_t unsteady = 0;
     for (const SyncOutcome& sync : report.syncs) {
       const double kept = static_cast<double>(sync.bytes_kept());
       const std::optional<double> limit = sync.memcpy_limit_ns();
       const bool steady = limit && sync.memcpy_steady();
       if (limit && !steady) ++unsteady;
-      rows.push_back({fmt::format("{}", sync.sync), fmt::format("{}", sync.version), format_bytes(sync.bytes_kept()),
-                      format_bytes(sync.bytes_moved()),
-                      kept > 0 ? fmt::format("{:.3f}", static_cast<double>(sync.bytes_moved()) / kept) : "-",
-                      duration(static_cast<double>(sync.wall_ns)),
-                      format_rate(sync.bytes_moved(), static_cast<std::int64_t>(sync.wall_ns)), limit ? duration(*limit) : "-",
-                      limit && *limit > 0
-                          ? fmt::format("{:.2f}{}", static_cast<double>(sync.wall_ns) / *limit, steady ? "" : "*")
-                          : "-",
-                      sync.copy_non_temporal_ns ? format_duration_ns(*sync.copy_non_temporal_ns) : "-",
-                      sync.export_bytes() != 0
-                          ? fmt::format("{} in {}", format_bytes(sync.export_bytes()), duration(static_cast<double>(sync.export_ns())))
-                          : "none"});
+      rows.push_back(
+          {fmt::format("{}", sync.sync), fmt::format("{}", sync.version), format_bytes(sync.bytes_kept()),
+           format_bytes(sync.bytes_moved()),
+           kept > 0 ? fmt::format("{:.3f}", static_cast<double>(sync.bytes_moved()) / kept) : "-",
+           duration(static_cast<double>(sync.wall_ns)),
+           format_rate(sync.bytes_moved(), static_cast<std::int64_t>(sync.wall_ns)),
+           limit ? duration(*limit) : "-",
+           limit && *limit > 0
+               ? fmt::format("{:.2f}{}", static_cast<double>(sync.wall_ns) / *limit, steady ? "" : "*")
+               : "-",
+           sync.copy_non_temporal_ns ? format_duration_ns(*sync.copy_non_temporal_ns) : "-",
+           sync.export_bytes() != 0 ? fmt::format("{} in {}", format_bytes(sync.export_bytes()),
+                                                  duration(static_cast<double>(sync.export_ns())))
+                                    : "none"});
     }
     text += format_table(rows, 0);
     if (unsteady != 0) {
-      text += fmt::format("* {} of {} memcpy limits measured before and after the sync differ by more than 15 %\n", unsteady,
-                          report.syncs.size());
+      text += fmt::format(
+          "* {} of {} memcpy limits measured before and after the sync differ by more than 15 %\n", unsteady,
+          report.syncs.size());
     }
   }
   if (!report.processes.empty()) {
@@ -307,7 +329,8 @@ std::string to_json_text(const RunReport& report) {
     one["memcpy_after_s"] = optional_seconds(sync.copy_after_ns);
     one["memcpy_steady"] = sync.memcpy_steady();
     one["non_temporal_s"] = optional_seconds(sync.copy_non_temporal_ns);
-    one["ratio"] = limit && *limit > 0 ? ordered_json(static_cast<double>(sync.wall_ns) / *limit) : ordered_json(nullptr);
+    one["ratio"] = limit && *limit > 0 ? ordered_json(static_cast<double>(sync.wall_ns) / *limit)
+                                       : ordered_json(nullptr);
     one["export_copy_s"] = seconds(static_cast<double>(sync.export_ns()));
     one["export_bytes"] = sync.export_bytes();
     one["workers"] = ordered_json::array();

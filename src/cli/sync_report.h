@@ -1,7 +1,7 @@
 // What a run of syncs gave: collected by the sender, completed by the launcher, shown as a table or as JSON.
 //
-// The JSON object is documented in docs/FORMATS.md, "Output of sync". Its version is kReportVersion: fields may be added under
-// one version, none changes its meaning.
+// The JSON object is documented in docs/FORMATS.md, "Output of sync". Its version is kReportVersion: fields
+// may be added under one version, none changes its meaning.
 #pragma once
 
 #include <cstdint>
@@ -68,12 +68,13 @@ struct SyncOutcome {
   std::uint64_t export_bytes() const;  // of all ranks
   // Mean of the two plain copies.
   std::optional<double> memcpy_limit_ns() const;
-  // False when the two differ by more than 15 %: the machine changed its speed, and a ratio to them means nothing.
+  // False when the two differ by more than 15 %: the machine changed its speed, and a ratio to them means
+  // nothing.
   bool memcpy_steady() const;
   bool verified() const;  // every worker compared
   bool exact() const;     // and found no difference
 };
-nlohmann::json to_json(const SyncOutcome& outcome);              // the sender's event: what from_json reads
+nlohmann::json to_json(const SyncOutcome& outcome);  // the sender's event: what from_json reads
 Result<SyncOutcome> sync_outcome_from_json(const nlohmann::json& json);
 
 // Why a run failed, and whose own error it is.
@@ -99,13 +100,14 @@ struct RunReport {
   std::uint64_t parameters() const;
   // Bytes compared over all workers and syncs.
   std::uint64_t bytes_compared() const;
-  // True when every sync was verified and none differed, false also when the run failed; nothing when it did not verify.
+  // True when every sync was verified and none differed, false also when the run failed; nothing when it did
+  // not verify.
   std::optional<bool> exact() const;
 };
 
 // "exact: 1234 parameters, 5678 bytes, 3 syncs".
 std::string verdict_line(const RunReport& report);
-std::string to_text(const RunReport& report);    // the tables and, last, the verdict
+std::string to_text(const RunReport& report);  // the tables and, last, the verdict
 std::string to_json_text(const RunReport& report);
 
 // Columns padded to their widest cell, numbers right, two spaces between; no trailing spaces.

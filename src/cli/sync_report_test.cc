@@ -20,7 +20,8 @@ SyncOutcome outcome(std::uint32_t sync, bool exact) {
   for (std::uint32_t id = 0; id < 2; ++id) {
     WorkerOutcome worker;
     worker.report = {.consumer = id, .bytes_kept = 1000, .bytes_moved = 1000, .update_ns = 7, .copy_ns = 5};
-    worker.verdict = VerdictReport{.exact = exact, .error = exact ? "" : "differs", .parameters = 500, .bytes = 1128};
+    worker.verdict =
+        VerdictReport{.exact = exact, .error = exact ? "" : "differs", .parameters = 500, .bytes = 1128};
     out.workers.push_back(worker);
   }
   out.ranks = {{.rank = 0, .export_ns = 30, .export_bytes = 100, .peak_resident_bytes = 9},
@@ -42,8 +43,9 @@ TEST(SyncReport, AnOutcomeSurvivesItsJson) {
 }
 
 TEST(SyncReport, AProcessReportSurvivesItsText) {
-  const ProcessReport sent{.memory = {.process = "worker 1", .model_bytes = 1, .engine_bytes = 2, .peak_extra_bytes = 3},
-                           .verdict = VerdictReport{.exact = false, .error = "bad \xff byte", .parameters = 4, .bytes = 5}};
+  const ProcessReport sent{
+      .memory = {.process = "worker 1", .model_bytes = 1, .engine_bytes = 2, .peak_extra_bytes = 3},
+      .verdict = VerdictReport{.exact = false, .error = "bad \xff byte", .parameters = 4, .bytes = 5}};
   const auto read = decode_process_report(encode(sent));
   ASSERT_TRUE(read.ok());
   EXPECT_EQ(read->memory.process, "worker 1");
@@ -79,7 +81,8 @@ RunReport report(bool verify, bool exact) {
 }
 
 TEST(SyncReport, TheVerdictIsTheLastLine) {
-  EXPECT_THAT(to_text(report(true, true)), ::testing::EndsWith("\nexact: 1000 parameters, 4512 bytes, 2 syncs\n"));
+  EXPECT_THAT(to_text(report(true, true)),
+              ::testing::EndsWith("\nexact: 1000 parameters, 4512 bytes, 2 syncs\n"));
   EXPECT_EQ(report(true, false).exact(), false);
   EXPECT_EQ(report(false, true).exact(), std::nullopt);
   EXPECT_THAT(to_text(report(false, true)), HasSubstr("not verified"));
@@ -99,12 +102,14 @@ TEST(SyncReport, JsonSaysWhatIsNotKnown) {
 }
 
 TEST(Table, ColumnsAlign) {
-  EXPECT_EQ(format_table({{"name", "n"}, {"a", "100"}, {"bcdef", "2"}}), "name     n\na      100\nbcdef    2\n");
+  EXPECT_EQ(format_table({{"name", "n"}, {"a", "100"}, {"bcdef", "2"}}),
+            "name     n\na      100\nbcdef    2\n");
   EXPECT_EQ(format_table({{"a", "b"}, {"cc", ""}}, 2), "a   b\ncc\n");
 }
 
 TEST(ProgressBar, Frames) {
-  EXPECT_EQ(progress_frame("sync 1/2", 0.5, "1 GB/s", "0:04", 48), "sync 1/2 [======>      ]  50%  1 GB/s  0:04 left");
+  EXPECT_EQ(progress_frame("sync 1/2", 0.5, "1 GB/s", "0:04", 48),
+            "sync 1/2 [======>      ]  50%  1 GB/s  0:04 left");
   EXPECT_LE(progress_frame("sync 1/2", 0.5, "1 GB/s", "0:04", 20).size(), 20u);
   EXPECT_THAT(progress_frame("x", 1.0, "", "", 80), HasSubstr("====] 100%"));
   EXPECT_THAT(progress_frame("x", 7.0, "", "", 80), HasSubstr("100%"));

@@ -1,5 +1,5 @@
-// `shardpull trainer`: one trainer rank over a checkpoint. Rank 0 is the sender: it starts the syncs, gathers what the others
-// report after each, and at the end tells them that it is over.
+// `shardpull trainer`: one trainer rank over a checkpoint. Rank 0 is the sender: it starts the syncs, gathers
+// what the others report after each, and at the end tells them that it is over.
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -41,22 +41,22 @@ class TrainerRun {
     SHARDPULL_ASSIGN_OR_RETURN(const ModelInput model, open_model(arguments_.model));
     SHARDPULL_ASSIGN_OR_RETURN(auto held, held_names(model, arguments_.fleet.trainer, arguments_.withhold));
     const auto replicas = static_cast<std::uint32_t>(arguments_.fleet.inference.replicas);
-    SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Trainer> trainer,
-                               Trainer::create({.fleet = fleet,
-                                                .rank = arguments_.rank,
-                                                .world_size = ranks_,
-                                                .num_consumers = workers_,
-                                                .num_replicas = replicas,
-                                                .workers_per_replica = workers_ / replicas,
-                                                .ring_depth = arguments_.fleet.ring_depth,
-                                                .lookahead = arguments_.fleet.lookahead,
-                                                .export_pack_limit_bytes = arguments_.fleet.export_pack_limit_bytes,
-                                                .on_consumer_loss = OnConsumerLoss::kFail}));
-    trainer_ = trainer.get();
     SHARDPULL_ASSIGN_OR_RETURN(
-        const std::unique_ptr<CheckpointSource> source,
-        CheckpointSource::load(model, std::move(held[arguments_.rank]), *trainer,
-                               [this](std::uint64_t bytes) { show_progress(bytes); }));
+        const std::unique_ptr<Trainer> trainer,
+        Trainer::create({.fleet = fleet,
+                         .rank = arguments_.rank,
+                         .world_size = ranks_,
+                         .num_consumers = workers_,
+                         .num_replicas = replicas,
+                         .workers_per_replica = workers_ / replicas,
+                         .ring_depth = arguments_.fleet.ring_depth,
+                         .lookahead = arguments_.fleet.lookahead,
+                         .export_pack_limit_bytes = arguments_.fleet.export_pack_limit_bytes,
+                         .on_consumer_loss = OnConsumerLoss::kFail}));
+    trainer_ = trainer.get();
+    SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<CheckpointSource> source,
+                               CheckpointSource::load(model, std::move(held[arguments_.rank]), *trainer,
+                                                      [this](std::uint64_t bytes) { show_progress(bytes); }));
     SHARDPULL_RETURN_IF_ERROR(trainer->init(*source));
     for (std::uint32_t sync = 1; sync <= arguments_.versions.syncs; ++sync) {
       SHARDPULL_RETURN_IF_ERROR(run_sync(sync, *source).with_context(fmt::format("sync {}", sync)));
@@ -114,8 +114,9 @@ class TrainerRun {
                                   format_duration_ns(arguments_.fleet.stall_timeout_ns)),
                       {.reason = Reason::kStalled, .fault = Fault::kPeer});
       }
-      SHARDPULL_ASSIGN_OR_RETURN(const std::optional<FleetMessage> message,
-                                 trainer_->receive_message(static_cast<std::uint64_t>(left / kNanosPerMilli) + 1));
+      SHARDPULL_ASSIGN_OR_RETURN(
+          const std::optional<FleetMessage> message,
+          trainer_->receive_message(static_cast<std::uint64_t>(left / kNanosPerMilli) + 1));
       if (!message || message->topic != kReportTopic) continue;
       SHARDPULL_ASSIGN_OR_RETURN(ProcessReport report, decode_process_report(message->body));
       reports.insert_or_assign(message->from, std::move(report));
@@ -128,7 +129,9 @@ class TrainerRun {
     outcome.ranks = from.ranks;
     nlohmann::json processes = nlohmann::json::array();
     report_.processes.clear();
-    for (std::uint32_t rank = 0; rank < ranks_; ++rank) take_memory(reports[fmt::format("trainer {}", rank)], processes);
+    for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
+      take_memory(reports[fmt::format("trainer {}", rank)], processes);
+    }
     for (std::uint32_t id = 0; id < workers_; ++id) {
       const ProcessReport& report = reports[fmt::format("worker {}", id)];
       take_memory(report, processes);
@@ -140,11 +143,14 @@ class TrainerRun {
     }
     launcher_.send({{"event", "sync"}, {"outcome", to_json(outcome)}, {"processes", std::move(processes)}});
     if (!launcher_.attached()) {
-      std::fprintf(stdout, "sync %u: version %llu, %s in %s (%s)%s\n", sync, static_cast<unsigned long long>(outcome.version),
+      std::fprintf(stdout, "sync %u: version %llu, %s in %s (%s)%s\n", sync,
+                   static_cast<unsigned long long>(outcome.version),
                    format_bytes(outcome.bytes_moved()).c_str(),
                    format_duration_ns(static_cast<std::int64_t>(outcome.wall_ns)).c_str(),
                    format_rate(outcome.bytes_moved(), static_cast<std::int64_t>(outcome.wall_ns)).c_str(),
-                   !outcome.verified() ? "" : outcome.exact() ? ", exact" : ", NOT exact");
+                   !outcome.verified() ? ""
+                   : outcome.exact()   ? ", exact"
+                                       : ", NOT exact");
       std::fflush(stdout);
     }
     report_.verify = arguments_.verify;
@@ -177,7 +183,8 @@ class TrainerRun {
       return {};
     }
     for (;;) {
-      const auto message = trainer_->receive_message(static_cast<std::uint64_t>(arguments_.fleet.stall_timeout_ns / kNanosPerMilli));
+      const auto message = trainer_->receive_message(
+          static_cast<std::uint64_t>(arguments_.fleet.stall_timeout_ns / kNanosPerMilli));
       if (!message.ok()) {
         // The sender may end the fleet before its farewell is read.
         return message.status().info().reason == Reason::kShutdown ? Status() : message.status();

@@ -40,7 +40,8 @@ class Pages {
     return pages;
   }
   Pages() = default;
-  Pages(Pages&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Pages(Pages&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
   Pages& operator=(Pages&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
@@ -56,7 +57,8 @@ class Pages {
   std::uint64_t bytes_ = 0;
 };
 
-Status differs(const Parameter& parameter, const std::byte* got, const std::byte* wanted, std::uint64_t bytes) {
+Status differs(const Parameter& parameter, const std::byte* got, const std::byte* wanted,
+               std::uint64_t bytes) {
   const auto at = static_cast<std::uint64_t>(std::mismatch(got, got + bytes, wanted).first - got);
   std::uint64_t wrong = 0;
   for (std::uint64_t i = at; i < bytes; ++i) wrong += got[i] != wanted[i] ? 1 : 0;
@@ -67,16 +69,17 @@ Status differs(const Parameter& parameter, const std::byte* got, const std::byte
     return text;
   };
   const std::string name = parameter.full_name();
-  return Status(StatusCode::kDataLoss,
-                fmt::format("{} is not exact: {} of {} bytes differ, first byte {}: {} instead of {}{}", name, wrong, bytes, at,
-                            hex(got + at), hex(wanted + at), got[at] == kCanary ? " (never written)" : ""),
-                {.reason = Reason::kCorrupt, .fault = Fault::kLibrary, .tensor = name});
+  return Status(
+      StatusCode::kDataLoss,
+      fmt::format("{} is not exact: {} of {} bytes differ, first byte {}: {} instead of {}{}", name, wrong,
+                  bytes, at, hex(got + at), hex(wanted + at), got[at] == kCanary ? " (never written)" : ""),
+      {.reason = Reason::kCorrupt, .fault = Fault::kLibrary, .tensor = name});
 }
 
 }  // namespace
 
-Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, std::uint32_t consumer, const Recording& recording,
-                       std::uint64_t version, Model& model) {
+Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, std::uint32_t consumer,
+                       const Recording& recording, std::uint64_t version, Model& model) {
   const Checkpoint& files = *input.checkpoint;
   const std::size_t count = input.metadata.size();
   std::vector<bool> live(count, false);
@@ -89,7 +92,8 @@ Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, s
   for (std::size_t name = 0; name < count && version != 0; ++name) {
     if (!live[name]) continue;
     offsets[name] = total;
-    total = checked_align_up<std::uint64_t>(total + files.bytes(input.tensor[name]), kAlignment).value_or(total);
+    total =
+        checked_align_up<std::uint64_t>(total + files.bytes(input.tensor[name]), kAlignment).value_or(total);
   }
   SHARDPULL_ASSIGN_OR_RETURN(const Pages changed, Pages::make(total));
   std::vector<NamedTensor> weights;
@@ -104,7 +108,8 @@ Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, s
     SHARDPULL_ASSIGN_OR_RETURN(Tensor tensor, Tensor::real(meta.name, meta.dtype, meta.shape, data));
     weights.push_back({meta.name, std::move(tensor)});
   }
-  SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Model> reference, build_model(input.config, layout, consumer));
+  SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Model> reference,
+                             build_model(input.config, layout, consumer));
   SHARDPULL_RETURN_IF_ERROR(reference->materialise(kCanary));
   SHARDPULL_RETURN_IF_ERROR(load_eagerly(*reference, weights));
 
@@ -115,8 +120,9 @@ Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, s
       const Parameter* const wanted = twin == nullptr ? nullptr : twin->find(parameter->name());
       const std::uint64_t bytes = parameter->storage_bytes();
       if (wanted == nullptr || wanted->storage_bytes() != bytes) {
-        return Status(StatusCode::kInternal, parameter->full_name() + " is not the same parameter when built again",
-                      {.reason = Reason::kUnspecified, .fault = Fault::kLibrary, .tensor = parameter->full_name()});
+        return Status(
+            StatusCode::kInternal, parameter->full_name() + " is not the same parameter when built again",
+            {.reason = Reason::kUnspecified, .fault = Fault::kLibrary, .tensor = parameter->full_name()});
       }
       verdict.parameters += static_cast<std::uint64_t>(parameter->numel());
       verdict.bytes += bytes + 2 * kGuardBytes;
@@ -143,7 +149,8 @@ Status dump(const Model& model, const std::string& directory, std::uint32_t cons
   std::error_code error;
   std::filesystem::create_directories(directory, error);
   if (error) {
-    return Status(StatusCode::kInternal, fmt::format("--dump: cannot make {}: {}", directory, error.message()),
+    return Status(StatusCode::kInternal,
+                  fmt::format("--dump: cannot make {}: {}", directory, error.message()),
                   {.reason = Reason::kHost, .fault = Fault::kHost});
   }
   std::map<std::string, const Parameter*> parameters;
@@ -151,15 +158,20 @@ Status dump(const Model& model, const std::string& directory, std::uint32_t cons
     for (const auto& parameter : module->parameters()) parameters[parameter->full_name()] = parameter.get();
   }
   std::vector<TensorMeta> tensors;
-  for (const auto& [name, parameter] : parameters) tensors.push_back({name, parameter->dtype(), parameter->shape()});
+  for (const auto& [name, parameter] : parameters) {
+    tensors.push_back({name, parameter->dtype(), parameter->shape()});
+  }
   const auto path = std::filesystem::path(directory) / fmt::format("worker-{}.safetensors", consumer);
-  SHARDPULL_ASSIGN_OR_RETURN(SafetensorsWriter writer,
-                             SafetensorsWriter::create(path, tensors, {{"version", fmt::format("{}", version)}}));
+  SHARDPULL_ASSIGN_OR_RETURN(
+      SafetensorsWriter writer,
+      SafetensorsWriter::create(path, tensors, {{"version", fmt::format("{}", version)}}));
   std::vector<std::byte> row_major;
   for (const auto& [name, parameter] : parameters) {
-    SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t bytes, tensor_bytes(parameter->dtype(), parameter->shape()));
-    SHARDPULL_ASSIGN_OR_RETURN(const Tensor tensor, Tensor::real_strided(name, parameter->dtype(), parameter->shape(),
-                                                                        parameter->stride(), parameter->memory()));
+    SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t bytes,
+                               tensor_bytes(parameter->dtype(), parameter->shape()));
+    SHARDPULL_ASSIGN_OR_RETURN(const Tensor tensor,
+                               Tensor::real_strided(name, parameter->dtype(), parameter->shape(),
+                                                    parameter->stride(), parameter->memory()));
     std::span<const std::byte> data(parameter->memory(), bytes);
     if (!tensor.is_contiguous()) {
       row_major.resize(bytes);

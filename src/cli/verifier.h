@@ -18,19 +18,21 @@ inline constexpr std::byte kCanary{0xCD};
 inline constexpr std::uint64_t kGuardBytes = 64;
 
 struct Verdict {
-  Status status;                       // OK = exact; else the first parameter and byte that differ
-  std::uint64_t parameters = 0;        // elements compared
-  std::uint64_t bytes = 0;             // bytes compared: parameters with their padding, and guard bytes
+  Status status;                 // OK = exact; else the first parameter and byte that differ
+  std::uint64_t parameters = 0;  // elements compared
+  std::uint64_t bytes = 0;       // bytes compared: parameters with their padding, and guard bytes
 };
 
-// Loads the checkpoint at `version` a second time, eagerly, into a second model of the same worker, and compares all bytes
-// of all parameters, padding included, and the guard bytes of `model` (materialised with kCanary and kGuardBytes).
-// `recording` only says which tensors need their bytes changed to that version: a tensor that it wrongly calls dead is
-// loaded with the checkpoint's bytes, and differs. The second model is gone when this returns.
-Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, std::uint32_t consumer, const Recording& recording,
-                       std::uint64_t version, Model& model);
+// Loads the checkpoint at `version` a second time, eagerly, into a second model of the same worker, and
+// compares all bytes of all parameters, padding included, and the guard bytes of `model` (materialised with
+// kCanary and kGuardBytes). `recording` only says which tensors need their bytes changed to that version: a
+// tensor that it wrongly calls dead is loaded with the checkpoint's bytes, and differs. The second model is
+// gone when this returns.
+Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, std::uint32_t consumer,
+                       const Recording& recording, std::uint64_t version, Model& model);
 
-// Sets every parameter that a source must feed to the canary, so that the next sync has to write all of it again.
+// Sets every parameter that a source must feed to the canary, so that the next sync has to write all of it
+// again.
 void poison(Model& model);
 
 // Writes `directory`/worker-<consumer>.safetensors: every parameter as "module.parameter", row-major.

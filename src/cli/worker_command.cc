@@ -42,15 +42,17 @@ class WorkerRun {
                                                 .bake = {}},
                                                *model));
     worker_ = worker.get();
-    SHARDPULL_RETURN_IF_ERROR(worker->serve([this](std::uint64_t version, const Status& status, const WorkerReport& report) {
-      const Status done = on_sync(version, status, report);
-      if (done.ok()) return;
-      // The sender hears of it by a verdict, or by a report that does not come; this process goes on until the fleet ends.
-      if (failure_.ok()) {
-        failure_ = done.with_context(fmt::format("sync {}", syncs_));
-        launcher_.send_error(failure_);
-      }
-    }));
+    SHARDPULL_RETURN_IF_ERROR(
+        worker->serve([this](std::uint64_t version, const Status& status, const WorkerReport& report) {
+          const Status done = on_sync(version, status, report);
+          if (done.ok()) return;
+          // The sender hears of it by a verdict, or by a report that does not come; this process goes on
+          // until the fleet ends.
+          if (failure_.ok()) {
+            failure_ = done.with_context(fmt::format("sync {}", syncs_));
+            launcher_.send_error(failure_);
+          }
+        }));
     SHARDPULL_RETURN_IF_ERROR(failure_);
     if (!arguments_.dump.empty()) {
       SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t version, worker->version());
@@ -79,7 +81,8 @@ class WorkerRun {
                   .peak_extra_bytes = peak > model_bytes ? peak - model_bytes : 0};
     Status verdict_status;
     if (arguments_.verify) {
-      auto verdict = verify(*input_, arguments_.fleet.inference, arguments_.id, worker_->recording(), version, *model_);
+      auto verdict =
+          verify(*input_, arguments_.fleet.inference, arguments_.id, worker_->recording(), version, *model_);
       verdict_status = verdict.ok() ? verdict->status : verdict.status().with_context("verifying");
       own.verdict = VerdictReport{.exact = verdict_status.ok(),
                                   .error = verdict_status.message(),
@@ -90,10 +93,12 @@ class WorkerRun {
     }
     memory_.resume();
     if (!launcher_.attached()) {
-      std::fprintf(stdout, "%s: version %llu, %s in %s%s\n", name_.c_str(), static_cast<unsigned long long>(version),
-                   format_bytes(report.bytes_moved).c_str(),
+      std::fprintf(stdout, "%s: version %llu, %s in %s%s\n", name_.c_str(),
+                   static_cast<unsigned long long>(version), format_bytes(report.bytes_moved).c_str(),
                    format_duration_ns(static_cast<std::int64_t>(report.update_ns)).c_str(),
-                   !own.verdict ? "" : own.verdict->exact ? ", exact" : ", NOT exact");
+                   !own.verdict         ? ""
+                   : own.verdict->exact ? ", exact"
+                                        : ", NOT exact");
       std::fflush(stdout);
     }
     SHARDPULL_RETURN_IF_ERROR(worker_->send_message("trainer 0", "report", encode(own)));
