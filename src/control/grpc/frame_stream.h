@@ -1,6 +1,10 @@
 // FrameStream: one side of a Link, on gRPC's callback API: a queue of frames to write, one write at a time, and frames read
 // and handed to the owner's dispatcher in order.
 //
+// Lifetime: gRPC holds a plain pointer until the last reaction has returned. A hub's stream keeps itself alive so long. A link's
+// stream is kept by the link, which destroys it after wait_done(): its context holds the channel, and a channel destroyed on one
+// of gRPC's own threads makes gRPC 1.51 wait for itself and crash.
+//
 // Threads: reactions run on gRPC's threads. Operations are started under the stream's own lock; gRPC never runs a reaction
 // within the call that starts an operation, so that no lock is taken twice. No other lock is held meanwhile.
 #pragma once
@@ -26,6 +30,7 @@ namespace shardpull {
 inline constexpr std::uint64_t kMaxControlMessageBytes = 64u << 20;
 inline constexpr std::uint64_t kMaxControlFrameBytes = kMaxControlMessageBytes + 1024;  // with addresses around the body
 inline constexpr std::uint64_t kMaxControlQueuedBytes = 512u << 20;                     // a peer has not taken yet
+inline constexpr std::uint64_t kQueuedFrameBytes = 512;                                 // what a frame costs beside its bytes
 // Frames of one peer that may wait for the dispatcher; more stay in gRPC's flow control, so that a peer which sends faster
 // than we work is slowed down and costs no memory.
 inline constexpr int kMaxUndelivered = 8;
@@ -47,7 +52,7 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
 
   // Queues a frame. UNAVAILABLE when the stream has ended, RESOURCE_EXHAUSTED when the peer does not take what is queued.
   Status write(FramePtr frame) {
-    const std::uint64_t size = frame->ByteSizeLong();
+    const std::uint64_t size = frame->ByteSizeLong() + kQueuedFrameBytes;
     MutexLock lock(mutex_);
     if (closed_ || ending_) {
       return Status(StatusCode::kUnavailable, "the control link is closed",
@@ -90,7 +95,7 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
     return now_ns - heard_ns_ >= dead_after_ns && silent_beats_ * heartbeat_ns >= dead_after_ns;
   }
 
-  // True when the stream ended within `timeout_ns`.
+  // True when the stream ended within `timeout_ns`: gRPC does not know it any more.
   bool wait_done(std::int64_t timeout_ns) {
     MutexLock lock(mutex_);
     return done_changed_.wait_for_ns(mutex_, timeout_ns, [this]() SHARDPULL_NO_THREAD_SAFETY_ANALYSIS { return done_; });
@@ -106,24 +111,19 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
 
   void open(Handlers handlers) {
     handlers_ = std::move(handlers);
-    self_ = this->shared_from_this();
     MutexLock lock(mutex_);
     heard_ns_ = SystemClock::instance().now_ns();
     reading_ = true;
     this->StartRead(&incoming_);
   }
 
-  // The last reaction calls it last: this object may be destroyed within.
+  // The last reaction calls it last: whoever waits in wait_done() may destroy this object as soon as the lock is free.
   void done() {
     dispatcher_->post([self = this->shared_from_this()] { self->handlers_.on_done(); });
-    std::shared_ptr<FrameStream> self;
-    {
-      MutexLock lock(mutex_);
-      closed_ = true;
-      done_ = true;
-      drop_queue();
-      self.swap(self_);
-    }
+    MutexLock lock(mutex_);
+    closed_ = true;
+    done_ = true;
+    drop_queue();
     done_changed_.notify_all();
   }
 
@@ -222,7 +222,6 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
 
   Mutex mutex_;
   CondVar done_changed_;
-  std::shared_ptr<FrameStream> self_;  // until done: gRPC holds a plain pointer
   std::deque<std::pair<FramePtr, std::uint64_t>> queue_ SHARDPULL_GUARDED_BY(mutex_);
   std::uint64_t queued_bytes_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   FramePtr in_flight_ SHARDPULL_GUARDED_BY(mutex_);
@@ -251,8 +250,9 @@ struct GrpcTarget {
 // INVALID_ARGUMENT when the address is not "unix:/path"; else check_owner_only_directory's errors.
 Result<GrpcTarget> grpc_target(const std::string& address);
 
-// Keeps gRPC's own log off standard error, unless GRPC_VERBOSITY asks for it.
-void quiet_grpc();
+// Before any other use of gRPC. Keeps its log off standard error, unless GRPC_VERBOSITY asks for it, and keeps the library
+// initialised until the process ends: shut down with the last channel, it may wait ten seconds for a poller of its own.
+void prepare_grpc();
 
 // INVALID_ARGUMENT, kLimit, when a body is larger than a control message may be.
 Status check_message_size(std::string_view name, std::uint64_t bytes);

@@ -37,7 +37,10 @@ class HubStream final : public FrameStream<grpc::ServerBidiReactor<v1::Frame, v1
   HubStream(std::shared_ptr<Dispatcher> dispatcher, grpc::CallbackServerContext* context)
       : FrameStream(std::move(dispatcher)), context_(context), opened_ns(SystemClock::instance().now_ns()) {}
 
-  using FrameStream::open;
+  void open(Handlers handlers) {
+    self_ = shared_from_this();
+    FrameStream::open(std::move(handlers));
+  }
 
   // Ends the call with `status` once everything is written.
   void finish(const Status& status) {
@@ -65,7 +68,10 @@ class HubStream final : public FrameStream<grpc::ServerBidiReactor<v1::Frame, v1
     drop_queue();
     if (!writing_) finish_call();
   }
-  void OnDone() override { done(); }
+  void OnDone() override {
+    const std::shared_ptr<FrameStream> self = std::move(self_);
+    done();
+  }
 
   void finish_call() SHARDPULL_REQUIRES(mutex_) {
     if (std::exchange(closed_, true)) return;
@@ -74,6 +80,7 @@ class HubStream final : public FrameStream<grpc::ServerBidiReactor<v1::Frame, v1
 
   grpc::CallbackServerContext* const context_;  // gRPC's, until OnDone returns
   grpc::Status final_status_ SHARDPULL_GUARDED_BY(mutex_);
+  std::shared_ptr<FrameStream> self_;  // from open() to OnDone
 
  public:
   const std::int64_t opened_ns;
@@ -81,6 +88,7 @@ class HubStream final : public FrameStream<grpc::ServerBidiReactor<v1::Frame, v1
   // The dispatcher's:
   std::optional<Member> member;
   Incarnation incarnation = 0;
+  std::set<Member> told_missing;  // members it wrote to in vain; once is enough until they come
   std::string farewell;  // why it left, when it said goodbye
   Status broken;         // why we ended it, when we did
 };
@@ -367,6 +375,7 @@ void GrpcHub::take_hello(const StreamPtr& stream, const v1::Hello& hello) {
   auto up = std::make_shared<v1::Frame>();
   *up->mutable_member_up()->mutable_member() = to_wire(*member);
   up->mutable_member_up()->set_incarnation(stream->incarnation);
+  for (const auto& [other, other_up] : members_) other_up.stream->told_missing.erase(*member);
   broadcast(up, *member);
   if (!closing_) sink_.on_member_up(*member, stream->incarnation);
 }
@@ -396,7 +405,7 @@ void GrpcHub::route(v1::Routed routed, const Member& from, Incarnation from_inca
     return write(up->second, std::move(frame));
   }
   // A sender that knew the life it wrote to has been told of its end. One that knew none is told now.
-  if (from_stream == nullptr || routed.to_incarnation() != 0) return;
+  if (from_stream == nullptr || routed.to_incarnation() != 0 || !from_stream->told_missing.insert(*to).second) return;
   auto lost = std::make_shared<v1::Frame>();
   *lost->mutable_member_lost()->mutable_member() = to_wire(*to);
   *lost->mutable_member_lost()->mutable_why() = to_wire(member_gone(*to, "it is not connected to the hub"));
@@ -466,7 +475,7 @@ void GrpcHub::write(const Up& up, FramePtr frame) {
 }  // namespace
 
 Result<std::unique_ptr<Control>> start_grpc_hub(const ControlOptions& options, ControlSink& sink) {
-  quiet_grpc();
+  prepare_grpc();
   if (options.token == 0 || options.incarnation == 0 || options.heartbeat_ns <= 0 || options.dead_after_ns <= 0) {
     return Status(StatusCode::kInvalidArgument, "the control hub needs a token, an incarnation, and times above 0",
                   {.reason = Reason::kBadArgument});

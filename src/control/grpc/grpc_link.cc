@@ -10,6 +10,7 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <grpc/grpc.h>
 #include <grpc/support/log.h>
 
 #include "base/log.h"
@@ -45,13 +46,14 @@ Result<GrpcTarget> grpc_target(const std::string& address) {
   return out;
 }
 
-void quiet_grpc() {
+void prepare_grpc() {
   static std::once_flag once;
   std::call_once(once, [] {
     const char* const wanted = std::getenv("GRPC_VERBOSITY");
     if (wanted == nullptr || *wanted == '\0') {
       gpr_set_log_verbosity(static_cast<gpr_log_severity>(static_cast<int>(GPR_LOG_SEVERITY_ERROR) + 1));
     }
+    grpc_init();
   });
 }
 
@@ -181,6 +183,7 @@ class GrpcLink final : public Control {
 
  private:
   StreamPtr try_once();
+  void release(const StreamPtr& stream) const;
   void beat();
 
   // ---- on the dispatcher ----
@@ -240,6 +243,14 @@ StreamPtr GrpcLink::try_once() {
   return stream;
 }
 
+// Waits until gRPC has let go of a stream that ended or was aborted, so that it can be destroyed here.
+void GrpcLink::release(const StreamPtr& stream) const {
+  if (stream->wait_done(kControlAbortNs)) return;
+  // gRPC ends a cancelled call at once; should it ever not, a leak is better than a crash.
+  log_error("control: a cancelled call has not ended within {} ms", kControlAbortNs / kNanosPerMilli);
+  new StreamPtr(stream);
+}
+
 Status GrpcLink::connect() {
   SHARDPULL_ASSIGN_OR_RETURN(target_, grpc_target(options_.address));
   grpc::ChannelArguments arguments;
@@ -268,7 +279,7 @@ Status GrpcLink::connect() {
     const std::int64_t answer_ns = std::min(std::max<std::int64_t>(1, deadline_ns - clock.now_ns()), options_.dead_after_ns);
     if (!stream->wait_answer(answer_ns) && (stream->abandon() || !stream->wait_answer(options_.dead_after_ns))) {
       stream->abort();
-      stream->wait_done(kControlAbortNs);
+      release(stream);
       last = Status(StatusCode::kDeadlineExceeded, "the process there accepted the connection and did not answer");
       continue;
     }
@@ -355,13 +366,11 @@ void GrpcLink::shutdown() {
       goodbye->mutable_goodbye()->set_reason("it left in good order");
       stream->write(std::move(goodbye)).ignore();
       stream->end_after_flush();
-      if (!stream->wait_done(kControlFlushNs)) {
-        stream->abort();
-        stream->wait_done(kControlAbortNs);
-      }
+      if (!stream->wait_done(kControlFlushNs)) stream->abort();
     }
     if (ticker_ != nullptr) ticker_->stop();
     dispatcher_->stop();
+    if (stream != nullptr) release(stream);
     MutexLock lock(mutex_);
     stream_.reset();
   });
@@ -455,7 +464,7 @@ void GrpcLink::ended(const StreamPtr& stream) {
 }  // namespace
 
 Result<std::unique_ptr<Control>> connect_grpc_control(const ControlOptions& options, ControlSink& sink) {
-  quiet_grpc();
+  prepare_grpc();
   if (options.token == 0 || options.incarnation == 0 || options.heartbeat_ns <= 0 || options.dead_after_ns <= 0) {
     return Status(StatusCode::kInvalidArgument, "a control link needs a token, an incarnation, and times above 0",
                   {.reason = Reason::kBadArgument});
