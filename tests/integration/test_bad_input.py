@@ -1,6 +1,6 @@
 """Bad input: each a clear message that names what is wrong, exit code 1 or 2, no hang, nothing left behind."""
 
-# ctest-timeout: 300
+# ctest-timeout: 600
 
 import json
 import os
