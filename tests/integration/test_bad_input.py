@@ -4,7 +4,6 @@
 
 import json
 import os
-import pathlib
 import struct
 import unittest
 

@@ -3,7 +3,6 @@
 # ctest-timeout: 120
 
 import os
-import pathlib
 import pty
 import re
 import shutil

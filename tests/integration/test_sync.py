@@ -7,12 +7,11 @@ A part of the matrix in which every pair of settings occurs; test_sync_full.py r
 # ctest-processors: 2
 
 import json
-import pathlib
 import shutil
 import unittest
 
 from fleet_testing import FleetTest, SANITIZED, edit_config, edit_tensors, has_numpy
-from sync_matrix import compare_dumps, describe, model_of, pairwise_points, run_point, workers_of
+from sync_matrix import compare_dumps, describe, model_of, pairwise_points, run_point
 
 
 class PairwiseMatrix(FleetTest):
