@@ -12,7 +12,8 @@
 //   module order a chunk within a module's span waits for the module's first chunk, which materialises and fills it.
 //   signals      a group is signalled to all its owners when every chunk of it has been read: packed chunks when they have
 //                landed, the others when their copy has ended.
-//   errors       the first one is kept and stops everything new; settle() reports it once nothing is in flight.
+//   errors       the first one is kept and stops everything new; settle() reports it once nothing is in flight, after
+//                telling the producers which of their groups are not read any more.
 #include "protocol/consumer_machine.h"
 
 #include <algorithm>
@@ -304,7 +305,7 @@ struct ConsumerMachine::State {
   void settle(ConsumerActions& out) {
     if (state == WorkerState::kCommitting && posts == 0) {
       if (!error.ok()) {
-        end_failed();
+        end_failed(out);
         out.push_back(FinishDone{sync_id, error});
         return;
       }
@@ -315,13 +316,23 @@ struct ConsumerMachine::State {
       return;
     }
     if ((state == WorkerState::kUpdating || state == WorkerState::kPrepared) && !error.ok() && !in_flight()) {
-      end_failed();
+      end_failed(out);
       out.push_back(UpdateDone{sync_id, error});
     }
   }
 
-  void end_failed() {
+  void end_failed(ConsumerActions& out) {
     state = WorkerState::kFailed;
+    // What was asked for and not signalled: a late Ready for it will be dropped, so it is not read any more.
+    std::map<std::uint32_t, std::set<std::uint32_t>> given_up;
+    for (std::uint32_t c = 0; c < next; ++c) {
+      const auto left = blockers_left.find(plan.chunks[c].group);
+      if (left != blockers_left.end() && left->second == 0) continue;
+      for (const Run& run : plan.chunks[c].runs) given_up[run.producer].insert(plan.chunks[c].group);
+    }
+    for (const auto& [producer, groups] : given_up) {
+      out.push_back(SendSignals{producer, sync_id, {groups.begin(), groups.end()}});
+    }
     for (ModuleState& module : modules) {
       if (module.kind == ModuleState::Kind::kLanding) module.kind = ModuleState::Kind::kMixed;
     }
@@ -552,7 +563,7 @@ void ConsumerMachine::signals_acked(std::int64_t now_ns, std::uint32_t producer,
   }
   for (const std::uint32_t group : groups) {
     if (s.unconfirmed.erase({producer, group}) == 0) {
-      ++s.drops.unknown;
+      if (s.state != WorkerState::kFailed) ++s.drops.unknown;
     } else {
       s.last_progress_ns = now_ns;
     }

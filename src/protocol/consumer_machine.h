@@ -56,7 +56,8 @@ struct StartCopy { std::uint32_t chunk = 0; std::vector<ReadyInfo> ready; };
 // delay scatters: it has a thread of its own, and several may be waiting.
 struct StartPost { std::uint32_t chunk = 0; };
 // Tell the producer that these groups will not be read any more. Confirmed by signals_acked(); resent never (the channel is
-// reliable while the peer lives).
+// reliable while the peer lives). Also sent, of what had been asked for, when a failed sync has drained here; nobody waits for
+// those confirmations.
 struct SendSignals { std::uint32_t producer = 0; std::uint64_t sync_id = 0; std::vector<std::uint32_t> groups; };
 // update() is over: prepared (every chunk landed, scattered, signals confirmed; hooks may still run until finish_update), or the
 // first error (nothing is in flight any more). At most once prepared and once failed per sync: the error also follows when

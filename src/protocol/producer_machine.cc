@@ -10,6 +10,7 @@
 //                    after its pull K earlier has landed. `readers` are those that were answered and have not shown yet
 //                    that they are done (by a later pull of the slot, a signal of the group, a newer sync, leaving).
 //   packs            outlive a failed sync: Pack tickets are kept apart from it, hold their slot, and delay SyncQuiet.
+//   mapped reads     (consumer, group) answered with the tensors' places and not signalled: they delay SyncQuiet too.
 //   watchdog         last_progress_ns: begin, publish, accepted signal, pack done, pull served.
 #include "protocol/producer_machine.h"
 
@@ -183,7 +184,8 @@ struct ProducerMachine::State {
   std::vector<Group> groups;
   std::set<std::uint32_t> waiting_rings;  // those with announcements that wait for memory
   std::map<std::uint64_t, ActivePack> packs;
-  std::set<std::uint64_t> unquiet;  // failed syncs whose SyncQuiet is due
+  std::map<std::uint64_t, std::optional<std::int64_t>> unquiet;  // failed syncs whose SyncQuiet is due, since when (by tick())
+  std::map<std::uint64_t, std::set<std::pair<std::uint32_t, std::uint32_t>>> mapped_reads;  // by sync: (consumer, group)
   std::uint64_t next_ticket = 1;
   std::uint64_t packs_done = 0;
   DropCounters drops;
@@ -220,6 +222,9 @@ struct ProducerMachine::State {
     Serve& serve = consumers[consumer].serves[seq];
     if (serve.state != Serve::State::kServed) last_progress_ns = now_ns;
     serve.state = Serve::State::kServed;
+    if (ready.path != Path::kPacked) {
+      mapped_reads[sync_id].emplace(consumer, consumers[consumer].table->by_seq[seq]->group);
+    }
     out.push_back(ReadyReply{consumers[consumer].incarnation, serve.id, std::move(ready)});
   }
 
@@ -306,9 +311,20 @@ struct ProducerMachine::State {
   // What it sends in this sync shows that its reads of earlier ones have ended: a worker starts a sync with nothing in flight.
   void stop_reading_earlier_syncs(std::uint32_t consumer) {
     stop_reading(consumer, [&](const Slot& slot) { return slot.sync_id != sync_id; });
+    for (auto& [sync, reads] : mapped_reads) {
+      if (sync != sync_id) std::erase_if(reads, [&](const auto& read) { return read.first == consumer; });
+    }
+  }
+  void stop_reading_group(std::uint32_t consumer, std::uint64_t sync, std::uint32_t group) {
+    stop_reading(consumer, [&](const Slot& slot) { return slot.sync_id == sync && slot.group == group; });
+    const auto reads = mapped_reads.find(sync);
+    if (reads != mapped_reads.end()) reads->second.erase({consumer, group});
   }
   void stop_reading_all(std::uint32_t consumer) {
     stop_reading(consumer, [](const Slot&) { return true; });
+    for (auto& [sync, reads] : mapped_reads) {
+      std::erase_if(reads, [&](const auto& read) { return read.first == consumer; });
+    }
   }
 
   // ---- the barrier ----------------------------------------------------------------------------------------------------
@@ -352,16 +368,19 @@ struct ProducerMachine::State {
       group.meetings.clear();
     }
     out.push_back(SyncFailed{sync_id, why});
-    unquiet.insert(sync_id);
+    unquiet.emplace(sync_id, std::nullopt);
     settle_quiet(out);
   }
 
   void settle_quiet(ProducerActions& out) {
-    std::erase_if(unquiet, [&](std::uint64_t id) {
+    std::erase_if(unquiet, [&](const auto& failed) {
+      const auto reads = mapped_reads.find(failed.first);
+      if (reads != mapped_reads.end() && !reads->second.empty()) return false;
       for (const auto& [ticket, pack] : packs) {
-        if (pack.sync_id == id) return false;
+        if (pack.sync_id == failed.first) return false;
       }
-      out.push_back(SyncQuiet{id});
+      mapped_reads.erase(failed.first);
+      out.push_back(SyncQuiet{failed.first});
       return true;
     });
   }
@@ -388,10 +407,13 @@ struct ProducerMachine::State {
     return false;
   }
 
-  // Whatever may follow from an event: a ring that waited for its last reader, the end of the sync.
+  // Whatever may follow from an event: a failed sync that is quiet, the end of the sync, a ring that waited for its last
+  // reader.
   void settle(ProducerActions& out) {
+    if (!unquiet.empty()) settle_quiet(out);
     if (running && ending && unfreed == 0 && !anything_parked() && !anything_read()) {
       running = ending = false;
+      mapped_reads.erase(sync_id);
       out.push_back(SyncEnded{sync_id});
     }
     for (auto it = waiting_rings.begin(); it != waiting_rings.end();) {
@@ -582,11 +604,12 @@ struct ProducerMachine::State {
         continue;
       }
       acknowledged.push_back(g);
+      stop_reading_group(consumer, sync_id, g);
       if (groups[g].signalled[consumer]) {
         ++drops.duplicate_signals;
         continue;
       }
-      if (!running) continue;  // failed: acknowledged so that nobody waits, without effect
+      if (!running) continue;  // failed: that it reads no longer is all it says
       groups[g].signalled[consumer] = true;
       --groups[g].missing;
       last_progress_ns = now_ns;
@@ -597,7 +620,15 @@ struct ProducerMachine::State {
       out.push_back(SignalAck{consumers[consumer].incarnation, consumer, sync_id, std::move(acknowledged)});
     }
     for (const std::uint32_t g : fresh) {
-      stop_reading(consumer, [&](const Slot& slot) { return slot.sync_id == sync_id && slot.group == g; });
+      // It will not read what it still waits for. (Packed pulls stay: the other sharers count on the meeting.)
+      std::erase_if(groups[g].parked_mapped, [&](const auto& parked) {
+        if (parked.first != consumer) return false;
+        unpark(consumer, parked.second,
+               peer_error(StatusCode::kCancelled, worker_name(consumer),
+                          fmt::format("{}: {} signalled group {} meanwhile", me(), worker_name(consumer), g)),
+               out);
+        return true;
+      });
       maybe_free(g, out);
     }
   }
@@ -1062,12 +1093,8 @@ void ProducerMachine::pack_done(std::int64_t now_ns, std::uint64_t ticket, const
   if (status.ok()) ++s.packs_done;
 
   if (!s.running || pack.sync_id != s.sync_id) {  // its sync is over
-    s.settle_quiet(out);
-    if (!s.shut) {
-      s.try_all_packs(pack.sharing_group, out);
-      s.settle(out);
-    }
-    return;
+    if (!s.shut) s.try_all_packs(pack.sharing_group, out);
+    return s.settle(out);
   }
   --s.groups[pack.group].packs;
   s.last_progress_ns = now_ns;
@@ -1109,7 +1136,8 @@ void ProducerMachine::signal(std::int64_t now_ns, std::uint64_t incarnation, std
   }
   if (sync_id < s.sync_id) {
     ++s.drops.stale_sync;
-    return;
+    for (const std::uint32_t g : groups) s.stop_reading_group(consumer, sync_id, g);
+    return s.settle(out);
   }
   if (sync_id > s.sync_id) {
     Early& early = state.early;
@@ -1135,7 +1163,8 @@ void ProducerMachine::signal(std::int64_t now_ns, std::uint64_t incarnation, std
   }
   if (!state.live) {
     ++s.drops.not_live;
-    return;
+    for (const std::uint32_t g : groups) s.stop_reading_group(consumer, sync_id, g);
+    return s.settle(out);
   }
   s.apply_signals(now_ns, consumer, groups, out);
   s.settle(out);
@@ -1182,6 +1211,11 @@ void ProducerMachine::fail(std::uint64_t sync_id, const Status& why, ProducerAct
 
 void ProducerMachine::tick(std::int64_t now_ns, ProducerActions& out) {
   State& s = *state_;
+  for (auto& [sync, since_ns] : s.unquiet) {
+    if (!since_ns) since_ns = now_ns;
+    if (now_ns - *since_ns >= s.config.drain_timeout_ns) s.mapped_reads.erase(sync);
+  }
+  s.settle(out);
   if (!s.running || now_ns - s.last_progress_ns < s.config.stall_timeout_ns) return;
   s.fail_sync(stalled(fmt::format("{}: sync {} made no progress for {:.3g} s{}", s.me(), s.sync_id,
                                   static_cast<double>(now_ns - s.last_progress_ns) / 1e9, s.waited_for())),
@@ -1192,7 +1226,9 @@ void ProducerMachine::tick(std::int64_t now_ns, ProducerActions& out) {
 void ProducerMachine::shutdown(ProducerActions& out) {
   State& s = *state_;
   if (s.shut) return;
+  s.mapped_reads.clear();  // a fleet that ends does not wait for its readers
   s.fail_sync(shutting_down(), out);
+  s.settle_quiet(out);
   for (Ring& ring : s.rings) {
     for (const WaitingReserve& waiting : std::exchange(ring.waiting, {})) {
       out.push_back(ReserveReply{waiting.consumer, waiting.incarnation, shutting_down()});

@@ -24,6 +24,7 @@ struct ProducerConfig {
   std::shared_ptr<const InitTables> tables;   // after validate()
   std::int64_t stall_timeout_ns = 300'000'000'000;
   bool fail_on_consumer_loss = false;         // on_consumer_loss=fail
+  std::int64_t drain_timeout_ns = 10'000'000'000;  // how long a failed sync's readers are waited for
 };
 
 namespace producer_action {
@@ -49,8 +50,9 @@ struct GroupFreed { std::uint64_t sync_id = 0; std::uint32_t group = 0; };
 struct SyncEnded { std::uint64_t sync_id = 0; };
 // At most once per sync: it failed here first, or was told to. Wake every waiter and tell everybody. No GroupFreed follows.
 struct SyncFailed { std::uint64_t sync_id = 0; Status status; };
-// Once per failed sync, after SyncFailed, at once or when its last pack has ended: no pack reads its published memory any
-// more. Hand it to TrainerMachine::producer_quiet; references may be dropped then, and not before.
+// Once per failed sync, after SyncFailed, at once or when its last pack and the last mapped read of its published memory have
+// ended: nobody reads it any more. A worker says so by signalling, also after a failure; one that does not is waited for no
+// longer than drain_timeout. Hand it to TrainerMachine::producer_quiet; references may be dropped then, and not before.
 struct SyncQuiet { std::uint64_t sync_id = 0; };
 }  // namespace producer_action
 
@@ -91,7 +93,8 @@ class ProducerMachine {
   // The pack has ended. An error fails every sharer's pull and the sync. `sums` has one checksum per key, or none.
   void pack_done(std::int64_t now_ns, std::uint64_t ticket, const Status& status, std::vector<std::uint64_t> sums,
                  ProducerActions& out);
-  // Free signals of a consumer (a set: repeats have no effect and are acknowledged again).
+  // Free signals of a consumer (a set: repeats have no effect and are acknowledged again). In a failed sync they only say
+  // that the consumer has stopped reading.
   void signal(std::int64_t now_ns, std::uint64_t incarnation, std::uint64_t sync_id, std::uint32_t consumer,
               const std::vector<std::uint32_t>& groups, ProducerActions& out);
   // The consumer's process is gone: its replica leaves the barrier and the sharing groups of the running sync; when no
@@ -105,7 +108,7 @@ class ProducerMachine {
   // Fails the sync with `why`; the first failure is kept. For a sync not begun here it is kept and takes effect at its
   // begin_sync; for an earlier one it has no effect.
   void fail(std::uint64_t sync_id, const Status& why, ProducerActions& out);
-  // The stall watchdog. Call at least every min(5 s, stall_timeout / 10).
+  // The stall watchdog, and the limit on readers of a failed sync. Call at least every min(5 s, stall_timeout / 10).
   void tick(std::int64_t now_ns, ProducerActions& out);
   // Every waiter fails with SHUTDOWN, the running sync too. Idempotent; later events are refused, but for pack_done().
   void shutdown(ProducerActions& out);

@@ -362,6 +362,17 @@ TEST(ProducerPull, ParkedPullsOfAFreedGroupAreRefusedNotWaitedFor) {
   EXPECT_THAT(freed(b), ElementsAre(0u));
 }
 
+TEST(ProducerPull, AMappedPullEndsWithItsOwnersSignal) {
+  ProducerBench b({.groups = 1, .consumers = 2, .path = Path::kMapped});
+  b.reserve_all();
+  ASSERT_EQ(b.begin(1), Status());
+  b.pull(0, 0);
+  b.signal(0, {0});
+  EXPECT_THAT(b.refusal(), HasSubstr("worker 0 signalled group 0 meanwhile"));
+  ASSERT_EQ(b.publish(0), Status());
+  EXPECT_EQ(b.count<ReadyReply>(), 0u);
+}
+
 TEST(ProducerPull, TheSameSeqAgainIsAnsweredWhileItsSlotHoldsIt) {
   ProducerBench b({.groups = 3, .ring_depth = 2});
   b.reserve_all();
@@ -855,6 +866,45 @@ TEST(ProducerFail, MemoryIsQuietWhenTheLastPackHasEnded) {
   EXPECT_EQ(b.count<ReadyReply>(), 0u) << "the old pack answers nobody";
   b.finish_packs();
   EXPECT_EQ(b.count<ReadyReply>(), 1u);
+}
+
+TEST(ProducerFail, MemoryIsQuietWhenTheLastMappedReadHasEnded) {
+  const auto failed = [](auto end_reading) {
+    ProducerBench b({.groups = 2, .consumers = 2, .replicas = 2, .path = Path::kMapped});
+    b.reserve_all();
+    EXPECT_EQ(b.begin(1), Status());
+    EXPECT_EQ(b.publish(0), Status());
+    b.pull(0, 0);
+    b.pull(1, 0);
+    EXPECT_EQ(b.count<ReadyReply>(), 2u);
+    b.signal(1, {0});
+    b.machine.fail(1, Status(StatusCode::kInternal, "x"), b.out);
+    EXPECT_EQ(b.count<SyncQuiet>(), 0u) << "worker 0 may still copy";
+    end_reading(b);
+    return b.count<SyncQuiet>();
+  };
+  EXPECT_EQ(failed([](ProducerBench& b) { b.signal(0, {0}); }), 1u);
+  EXPECT_EQ(failed([](ProducerBench& b) { b.signal(0, {1}); }), 0u);
+  EXPECT_EQ(failed([](ProducerBench& b) { b.signal(1, {0}); }), 0u);
+  EXPECT_EQ(failed([](ProducerBench& b) { b.machine.consumer_lost(0, 0, Status(StatusCode::kUnavailable, "y"), b.out); }), 1u);
+  EXPECT_EQ(failed([](ProducerBench& b) { b.machine.shutdown(b.out); }), 1u);
+  const std::int64_t limit = ProducerConfig{}.drain_timeout_ns;
+  EXPECT_EQ(failed([&](ProducerBench& b) {
+              b.machine.tick(5 * kSecond, b.out);
+              b.machine.tick(5 * kSecond + limit - 1, b.out);
+            }),
+            0u);
+  EXPECT_EQ(failed([&](ProducerBench& b) {
+              b.machine.tick(5 * kSecond, b.out);
+              b.machine.tick(5 * kSecond + limit, b.out);
+            }),
+            1u)
+      << "never without a limit";
+  EXPECT_EQ(failed([](ProducerBench& b) {
+              EXPECT_EQ(b.begin(2), Status());
+              b.signal(0, {1});  // of sync 2: it has nothing of sync 1 in flight
+            }),
+            1u);
 }
 
 TEST(ProducerFail, WithoutPacksMemoryIsQuietAtOnce) {

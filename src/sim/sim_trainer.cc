@@ -173,6 +173,10 @@ std::shared_ptr<ExportedMemory> SimTrainer::take_buffer(std::uint32_t group) {
 }
 
 void SimTrainer::gather(std::uint32_t group) {
+  if (const Status status = world_.outcome_of(Failure::kSource); !status.ok()) {
+    produce([&](std::int64_t, ProducerActions& out) { producer_->fail(sync_id_, status, out); });
+    return train([&](TrainerActions& out) { trainer_.source_returned(out); });
+  }
   auto buffer = take_buffer(group);
   if (!buffer) return;
   resident_[group] = buffer;
@@ -225,6 +229,9 @@ void SimTrainer::perform(const trainer_action::Release& action) {
   if (it == resident_.end()) return;  // asked for and never published
   for (const auto& [ticket, group] : packing_) {
     if (group == action.group) world_.broken("trainer {} releases group {} while a pack reads it", rank_, group);
+  }
+  if (readers_.any({rank_, it->second->ref().region, SlotReaders::kMapped})) {
+    world_.broken("trainer {} releases group {} while a worker copies from it", rank_, action.group);
   }
   std::fill_n(it->second->ref().address, it->second->ref().bytes, kReleased);
   free_buffers_.push_back(std::move(it->second));
@@ -302,7 +309,8 @@ void SimTrainer::perform(const producer_action::Pack& action) {
       },
       [this, ticket = action.ticket] {
         packing_.erase(ticket);
-        produce([&](std::int64_t now, ProducerActions& out) { producer_->pack_done(now, ticket, {}, {}, out); });
+        const Status status = world_.outcome_of(Failure::kPack);
+        produce([&](std::int64_t now, ProducerActions& out) { producer_->pack_done(now, ticket, status, {}, out); });
       });
 }
 
@@ -361,7 +369,11 @@ void SimTrainer::perform(const producer_action::SyncEnded&) {
   train([&](TrainerActions& out) { trainer_.producer_ended(out); });
 }
 void SimTrainer::perform(const producer_action::SyncFailed& action) {
-  if (!down_) send(kSender, SyncFailed{action.sync_id, action.status});
+  if (sender_) {
+    drive_sender([&](std::int64_t now, SenderActions& out) { sender_->failed(now, kSender, action.sync_id, action.status, out); });
+  } else if (!down_) {
+    send(kSender, SyncFailed{action.sync_id, action.status});
+  }
   train([&](TrainerActions& out) { trainer_.fail(action.status, out); });
 }
 void SimTrainer::perform(const producer_action::SyncQuiet&) {

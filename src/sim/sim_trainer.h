@@ -25,10 +25,11 @@ struct SyncOutcome {
   std::vector<std::uint32_t> lost;
 };
 
-// Who reads which serve slot now; shared by trainers and workers, known to nobody in a real fleet.
+// Who reads which serve slot, or maps which group's buffer, now; shared by trainers and workers, known to nobody in a real fleet.
 class SlotReaders {
  public:
   using Slot = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t>;  // rank, region, offset
+  static constexpr std::uint64_t kMapped = ~0ull;                        // as offset: the whole region
   void begin(const Slot& slot) { ++readers_[slot]; }
   void end(const Slot& slot) {
     if (--readers_[slot] == 0) readers_.erase(slot);

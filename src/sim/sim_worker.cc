@@ -199,7 +199,8 @@ void SimWorker::perform(const consumer_action::StartScatter& action) {
       [this, chunk, slot, data, sync_id] {
         std::fill_n(data, plan_.receive_slot_bytes, kScattered);
         scattering_slots_.erase(slot);
-        drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk, {}, out); });
+        const Status outcome = world_.outcome_of(Failure::kScatter);
+        drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk, outcome, out); });
       });
 }
 
@@ -208,12 +209,21 @@ void SimWorker::perform(const consumer_action::StartCopy& action) {
   const std::uint64_t sync_id = machine_.sync_id();
   world_.trace("copy", consumer_, chunk);
   if (!action.ready.empty()) ++mapped_chunks_;
+  std::vector<SlotReaders::Slot> mapped;
+  for (std::size_t r = 0; r < action.ready.size(); ++r) {
+    for (const Location& entry : action.ready[r].entries) {
+      mapped.emplace_back(plan_.chunks[chunk].runs[r].producer, entry.where.region, SlotReaders::kMapped);
+      readers_.begin(mapped.back());
+    }
+  }
   materialise(chunk);
   world_.in_pieces(
       plan_.chunks[chunk].scatters.size(), kPieceNs,
       [this, chunk, ready = action.ready](std::size_t i) { scatter_mapped(chunk, i, ready); },
-      [this, chunk, sync_id] {
-        drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk, {}, out); });
+      [this, chunk, sync_id, mapped] {
+        for (const auto& place : mapped) readers_.end(place);
+        const Status outcome = world_.outcome_of(Failure::kScatter);
+        drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk, outcome, out); });
       });
 }
 
@@ -248,13 +258,15 @@ void SimWorker::perform(const consumer_action::StartPost& action) {
         if (recording_.parameters[p].module == module) check_parameter(p, version_, "in its hook");
       }
     }
-    drive([&](std::int64_t now, ConsumerActions& out) { machine_.post_done(now, sync_id, chunk, {}, out); });
+    const Status outcome = world_.outcome_of(Failure::kHook);
+    drive([&](std::int64_t now, ConsumerActions& out) { machine_.post_done(now, sync_id, chunk, outcome, out); });
   });
 }
 
 void SimWorker::perform(const consumer_action::SendSignals& action) {
   for (const std::uint32_t group : action.groups) {
     world_.trace("signal", consumer_, action.producer, group);
+    if (machine_.state() == WorkerState::kFailed) continue;  // what it gives up, not what it has received
     if (!signalled_.emplace(action.producer, group).second) {
       world_.broken("worker {} signals group {} to trainer {} twice", consumer_, group, action.producer);
     }
@@ -332,8 +344,9 @@ void SimWorker::on_read_done(ReadToken token, const Status& status) {
   const Transfer transfer = it->second;
   transfers_.erase(it);
   readers_.end(transfer.slot);
+  const Status outcome = status.ok() ? world_.outcome_of(Failure::kTransfer) : status;
   drive([&](std::int64_t now, ConsumerActions& out) {
-    machine_.transfer_done(now, transfer.sync_id, transfer.chunk, transfer.run, status, out);
+    machine_.transfer_done(now, transfer.sync_id, transfer.chunk, transfer.run, outcome, out);
   });
 }
 

@@ -47,8 +47,15 @@ class Fleet {
                  std::all_of(trainers_.begin(), trainers_.end(), [](auto& t) { return t->returned().has_value(); });
         },
         kSyncLimitNs, fmt::format("sync {}", sync_id));
+    world_.disarm();
     if (!over) return false;
-    check_after(version, live);
+    if (trainers_[0]->outcome()->status.ok()) {
+      check_success(version, live);
+      ++syncs_completed_;
+    } else {
+      check_failure(version, live);
+      ++syncs_failed_;
+    }
     return world_.violations().empty();
   }
 
@@ -61,6 +68,8 @@ class Fleet {
   }
 
   void count(SimReport& report) const {
+    report.syncs_completed = syncs_completed_;
+    report.syncs_failed = syncs_failed_;
     for (const auto& trainer : trainers_) {
       report.packs += trainer->producer().packs();
       report.kept_early += trainer->producer().drops().kept_early;
@@ -73,23 +82,31 @@ class Fleet {
   }
 
  private:
-  void check_after(std::uint64_t version, const std::vector<std::uint32_t>& live) {
+  void check_ranks() {
     for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
       const SimTrainer& trainer = *trainers_[r];
-      if (!trainer.returned()->ok()) world_.broken("send_weights of trainer {}: {}", r, trainer.returned()->to_string());
-      const DropCounters& drops = trainer.producer().drops();
-      if (drops.duplicate_signals + drops.stale_sync + drops.stale_incarnation + drops.not_live + drops.unknown != 0) {
-        world_.broken("trainer {} dropped messages: {} duplicate, {} of old syncs, {} of old lives, {} not live, {} unknown", r,
-                      drops.duplicate_signals, drops.stale_sync, drops.stale_incarnation, drops.not_live, drops.unknown);
+      if (trainer.trainer().running() || trainer.trainer().resident() != 0) {
+        world_.broken("trainer {} still holds groups after the sync", r);
       }
-      if (trainer.trainer().resident() != 0) world_.broken("trainer {} still holds groups after the sync", r);
       if (trainer.trainer().peak_resident() > model_.options.lookahead + 1) {
         world_.broken("trainer {} held {} groups, lookahead is {}", r, trainer.trainer().peak_resident(), model_.options.lookahead);
       }
     }
-    if (!trainers_[0]->outcome()->status.ok() || !trainers_[0]->outcome()->lost.empty()) {
-      world_.broken("the sync ended with {}", trainers_[0]->outcome()->status.to_string());
+  }
+
+  void check_success(std::uint64_t version, const std::vector<std::uint32_t>& live) {
+    check_ranks();
+    for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
+      const SimTrainer& trainer = *trainers_[r];
+      if (!trainer.returned()->ok()) world_.broken("send_weights of trainer {}: {}", r, trainer.returned()->to_string());
+      const DropCounters& drops = trainer.producer().drops();
+      if (drops.duplicate_signals + drops.stale_incarnation + drops.not_live + drops.unknown != 0 ||
+          (syncs_failed_ == 0 && drops.stale_sync != 0)) {
+        world_.broken("trainer {} dropped messages: {} duplicate, {} of old syncs, {} of old lives, {} not live, {} unknown", r,
+                      drops.duplicate_signals, drops.stale_sync, drops.stale_incarnation, drops.not_live, drops.unknown);
+      }
     }
+    if (!trainers_[0]->outcome()->lost.empty()) world_.broken("the sync lost workers that live");
     for (const std::uint32_t c : live) {
       const auto held = workers_[c]->machine().version();
       if (!held.ok()) {
@@ -101,9 +118,30 @@ class Fleet {
     }
   }
 
+  void check_failure(std::uint64_t version, const std::vector<std::uint32_t>& live) {
+    check_ranks();
+    const Status& why = trainers_[0]->outcome()->status;
+    if (!world_.struck() || why.message().find("simulated") == std::string::npos) {
+      return world_.broken("a sync failed by itself: {}", why.to_string());
+    }
+    for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
+      if (trainers_[r]->returned()->ok()) world_.broken("send_weights of trainer {} returned normally: {}", r, why.to_string());
+    }
+    const bool committing = why.message().find("hook") != std::string::npos;
+    for (const std::uint32_t c : live) {
+      const ConsumerMachine& machine = workers_[c]->machine();
+      if (machine.in_flight()) world_.broken("worker {} has work in flight after the sync", c);
+      const auto held = machine.version();
+      if (!held.ok()) continue;
+      if (*held == version && !committing) world_.broken("worker {} holds version {}, whose sync failed", c, version);
+      workers_[c]->verify(*held);
+    }
+  }
+
   World& world_;
   const SimModel& model_;
   SlotReaders readers_;
+  std::uint32_t syncs_completed_ = 0, syncs_failed_ = 0;
   std::vector<std::unique_ptr<SimTrainer>> trainers_;
   std::vector<std::unique_ptr<SimWorker>> workers_;
 };
@@ -147,10 +185,10 @@ SimOptions SimOptions::draw(std::uint64_t seed) {
 std::string to_string(const SimOptions& o) {
   return fmt::format(
       "trainers={} tp={} pp={} replicas={} ring_depth={} lookahead={} layers={} syncs={} holdings={} path={} max_chunk_bytes={} "
-      "chunk_split={} pull_split={} tied={} share_slots={} degraded={}",
+      "chunk_split={} pull_split={} tied={} share_slots={} degraded={} failures={}",
       o.trainers, o.tp, o.pp, o.replicas, o.ring_depth, o.lookahead, o.layers, o.syncs, to_string(o.holdings),
       o.path == PathPolicy::kAuto ? "auto" : o.path == PathPolicy::kPacked ? "packed" : "mapped", o.max_chunk_bytes,
-      o.chunk_split, o.pull_split, o.tied, o.share_slots, o.degraded);
+      o.chunk_split, o.pull_split, o.tied, o.share_slots, o.degraded, o.failures);
 }
 
 SimReport simulate(std::uint64_t seed, const SimOptions& options) {
@@ -168,8 +206,10 @@ SimReport simulate(std::uint64_t seed, const SimOptions& options) {
     std::vector<std::uint32_t> live;
     const bool leave_out = options.degraded && sync_id % 2 == 0;
     for (std::uint32_t c = 0; c < consumers - (leave_out ? model->workers_per_replica() : 0); ++c) live.push_back(c);
+    if (options.failures && sync_id < options.syncs && world.random().chance(0.5)) {
+      world.arm(static_cast<Failure>(world.random().below(kFailures)), world.random().below(12));
+    }
     going = fleet.sync(sync_id, 100 + sync_id, live);
-    if (going) ++report.syncs_completed;
   }
   if (going) fleet.shutdown();
   fleet.count(report);

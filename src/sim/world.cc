@@ -70,6 +70,22 @@ bool World::run_until(const std::function<bool()>& over, std::int64_t limit_ns, 
   return false;
 }
 
+void World::arm(Failure kind, std::uint64_t spared) {
+  armed_ = true;
+  struck_ = false;
+  kind_ = kind;
+  spared_ = spared;
+}
+
+Status World::outcome_of(Failure kind) {
+  static constexpr const char* kNames[kFailures] = {"source", "pack", "transfer", "scatter", "hook"};
+  if (!armed_ || kind != kind_ || spared_-- != 0) return {};
+  armed_ = false;
+  struck_ = true;
+  trace("failure", static_cast<int>(kind));
+  return Status(StatusCode::kInternal, fmt::format("a simulated {} failure", kNames[static_cast<int>(kind)]));
+}
+
 void World::note_broken(std::string what) { violations_.push_back(fmt::format("at {} us: {}", now_ns() / kNanosPerMicro, what)); }
 
 }  // namespace shardpull::sim

@@ -21,6 +21,10 @@
 
 namespace shardpull::sim {
 
+// Where a sync can be made to fail.
+enum class Failure : std::uint8_t { kSource, kPack, kTransfer, kScatter, kHook };
+inline constexpr std::uint8_t kFailures = 5;
+
 // Confined to one thread.
 class World {
  public:
@@ -58,6 +62,13 @@ class World {
   std::uint64_t trace_hash() const { return hash_; }
   std::uint64_t events() const { return events_run_; }
 
+  // Makes one step of a kind fail: the one after `spared` others. One failure is armed at a time.
+  void arm(Failure kind, std::uint64_t spared);
+  void disarm() { armed_ = false; }
+  // The status of a step of this kind: an error when it is the one to fail. Its message names the kind.
+  Status outcome_of(Failure kind);
+  bool struck() const { return struck_; }  // since the last arm()
+
   // A rule of the system was broken. The run ends at the first one.
   template <typename... Args>
   void broken(fmt::format_string<Args...> format, Args&&... args) {
@@ -79,6 +90,9 @@ class World {
   std::uint64_t next_order_ = 0;
   std::uint64_t events_run_ = 0;
   std::uint64_t hash_ = 0;
+  bool armed_ = false, struck_ = false;
+  Failure kind_ = Failure::kSource;
+  std::uint64_t spared_ = 0;
   std::vector<std::string> violations_;
 };
 

@@ -11,7 +11,9 @@ namespace {
 void expect_clean(std::uint64_t seed, const SimOptions& options) {
   const SimReport report = simulate(seed, options);
   EXPECT_TRUE(report.violations.empty()) << "seed " << seed << ", " << to_string(options) << "\n  " << report.violations.front();
-  EXPECT_EQ(report.syncs_completed, options.syncs);
+  EXPECT_EQ(report.syncs_completed + report.syncs_failed, options.syncs);
+  EXPECT_TRUE(options.failures || report.syncs_failed == 0);
+  EXPECT_GE(report.syncs_completed, 1u);
   EXPECT_LE(report.peak_resident, options.lookahead + 1);
 }
 
@@ -19,6 +21,14 @@ class Seeds : public testing::TestWithParam<std::uint64_t> {};
 
 // Settings and delays drawn from the seed.
 TEST_P(Seeds, EveryRuleHolds) { expect_clean(GetParam(), SimOptions::draw(GetParam())); }
+
+// The same fleets with steps that fail: the sync fails everywhere, and the next one is exact.
+TEST_P(Seeds, AFailedSyncEndsEverywhereAndTheNextOneIsExact) {
+  SimOptions options = SimOptions::draw(GetParam());
+  options.failures = true;
+  options.syncs = 6;
+  expect_clean(GetParam(), options);
+}
 
 INSTANTIATE_TEST_SUITE_P(Simulate, Seeds, testing::Range<std::uint64_t>(1, 41));
 
@@ -83,6 +93,17 @@ TEST(Simulate, TheSameSeedIsTheSameRun) {
   EXPECT_EQ(first.events, again.events);
   EXPECT_EQ(first.simulated_ns, again.simulated_ns);
   EXPECT_NE(first.trace_hash, other.trace_hash);
+}
+
+TEST(Simulate, StepsDoFail) {
+  std::uint32_t failed = 0;
+  for (std::uint64_t seed = 1; seed <= 10; ++seed) {
+    SimOptions options = SimOptions::draw(seed);
+    options.failures = true;
+    options.syncs = 6;
+    failed += simulate(seed, options).syncs_failed;
+  }
+  EXPECT_GE(failed, 10u);
 }
 
 // The seeds reach what they are there for.
