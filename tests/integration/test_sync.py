@@ -119,6 +119,18 @@ class Sync(FleetTest):
         outcome = self.run_command("sync", "--model", model)
         self.assertEqual(outcome.out.splitlines()[-1], "done: 1 sync, not verified (--verify compares every byte)")
 
+    def test_temporary_directory(self):
+        """A path longer than a socket's name may be, with spaces; and one that is not there."""
+        long = self.temporary / ("a long name " * 15).strip()
+        long.mkdir()
+        outcome = self.run_command("sync", "--shape", "minilm:tiny", "--trainer", "pp=2", "--inference", "tp=2", "--verify", "--json",
+                                   environment={"TMPDIR": str(long)})
+        self.assert_exact(outcome, 1)
+        self.assertEqual(list(long.iterdir()), [])
+        missing = str(self.directory / "nowhere")
+        outcome = self.run_command("sync", "--shape", "minilm:tiny", environment={"TMPDIR": missing})
+        self.assert_refused(outcome, missing, "TMPDIR")
+
     def test_shape_is_generated_and_removed(self):
         outcome = self.run_command("sync", "--shape", "qwen3-0.6b:tiny", "--vocab", "100", "--layers", "2", "--verify", "--json")
         report = self.assert_exact(outcome, 1)
