@@ -48,6 +48,7 @@ struct Worker::Impl final : TransportSink {
   void on_tick();
   void start_update(const StartUpdate& message);
   void deliver(std::uint64_t sync_id, const Status& status);
+  void push_result(std::uint64_t version, const Status& status, const WorkerReport& report);
   void end(const Status& why);
   void send(const Member& to, ControlBody body) { control->send(to, std::move(body)).ignore(); }
 
@@ -78,7 +79,7 @@ struct Worker::Impl final : TransportSink {
   // Confined to the progress thread.
   std::uint64_t current_sync = 0, current_version = 0;
   bool delivered = true;                   // whether current_sync's result has reached serve()
-  bool serving_callback = false;           // the caller is in on_sync: the next StartUpdate waits
+  int pending_results = 0;                 // handed to serve() whose on_sync has not returned: the next StartUpdate waits
   std::optional<StartUpdate> deferred;
 
   Mutex mutex;
@@ -267,7 +268,7 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
   } else if (engine == nullptr) {
     log_debug("{} from {} before this worker was ready: dropped", name_of(body), to_string(from));
   } else if (auto* message = std::get_if<StartUpdate>(&body)) {
-    if (serving_callback) {
+    if (pending_results != 0) {
       deferred = std::move(*message);
     } else {
       start_update(*message);
@@ -284,6 +285,7 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
     if (!status.ok()) send(kSender, Finished{message->sync_id, status});
   } else if (auto* message = std::get_if<SyncFailed>(&body)) {
     if (deferred && deferred->sync_id == message->sync_id) {  // it never started here
+      push_result(deferred->version, message->status, {options.consumer, plan->bytes_kept, 0, 0, 0});
       deferred.reset();
       send(kSender, Prepared{.sync_id = message->sync_id, .status = message->status});
     } else {
@@ -311,13 +313,16 @@ void Worker::Impl::start_update(const StartUpdate& message) {
 void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
   if (delivered || sync_id != current_sync) return;
   delivered = true;
-  serving_callback = true;
-  Result_ result{current_version, status, {}};
-  result.report = {options.consumer, plan->bytes_kept, engine->bytes_moved(), engine->update_ns(), engine->copy_ns()};
-  const auto version = engine->machine().version();
+  push_result(current_version, status,
+              {options.consumer, plan->bytes_kept, engine->bytes_moved(), engine->update_ns(), engine->copy_ns()});
+}
+
+void Worker::Impl::push_result(std::uint64_t version, const Status& status, const WorkerReport& report) {
+  ++pending_results;
+  const auto held = engine->machine().version();
   MutexLock lock(mutex);
-  held_version = version;
-  results.push_back(std::move(result));
+  held_version = held;
+  results.push_back({version, status, report});
   wake.notify_all();
 }
 
@@ -396,8 +401,7 @@ Status Worker::serve(const OnSync& on_sync) {
     }
     if (on_sync) on_sync(result.version, result.status, result.report);
     worker.progress->post([&worker] {
-      worker.serving_callback = false;
-      if (!worker.deferred) return;
+      if (--worker.pending_results != 0 || !worker.deferred) return;
       const StartUpdate message = std::move(*worker.deferred);
       worker.deferred.reset();
       worker.start_update(message);
