@@ -86,6 +86,7 @@ struct ChunkFacts {
 
 struct Slot {
   std::uint64_t queued = 0, done = 0;  // uses handed out, uses whose scatter has ended
+  std::uint32_t user = kNone;          // the chunk of the latest use
 };
 
 }  // namespace
@@ -192,6 +193,7 @@ struct ConsumerMachine::State {
       if (chunk.path == Path::kPacked) {
         progress.slot = static_cast<std::uint32_t>(slot_cursor++ % slots.size());
         progress.generation = ++slots[progress.slot].queued;
+        slots[progress.slot].user = next;
       }
       for (std::uint16_t r = 0; r < chunk.runs.size(); ++r) {
         progress.runs[r].state = RunState::kAsked;
@@ -526,12 +528,8 @@ void ConsumerMachine::scatter_done(std::int64_t now_ns, std::uint64_t sync_id, s
     ++s.done_count;
     if (!progress.read) s.end_reading(chunk);
     if (!s.plan.chunks[chunk].post_process.empty()) s.posts_due.insert(chunk);
-    // At most one chunk can have waited for this slot's generation.
-    for (std::uint32_t c = 0; c < s.next; ++c) {
-      if (progress.slot != kNone && s.chunks[c].slot == progress.slot && s.chunks[c].state == ChunkState::kIssued) {
-        s.start_transfers(c, out);
-      }
-    }
+    // The slot's next use, if it was handed out: a slot has at most two, as the one after next waits for the next to land.
+    if (progress.slot != kNone && s.slots[progress.slot].user != chunk) s.start_transfers(s.slots[progress.slot].user, out);
   }
   s.advance(out);
 }

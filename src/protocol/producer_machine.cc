@@ -650,24 +650,26 @@ struct ProducerMachine::State {
       return no(StatusCode::kNotFound, fmt::format("{} has not announced chunk {} run {}", worker_name(pull.consumer),
                                                    pull.chunk, pull.run));
     }
-    const std::string what = fmt::format("chunk {} of {} (seq {})", pull.chunk, worker_name(pull.consumer), pull.seq);
+    const auto what = [&] {
+      return fmt::format("chunk {} of {} (seq {})", pull.chunk, worker_name(pull.consumer), pull.seq);
+    };
     if (known->seq != pull.seq) {
-      return no(StatusCode::kInvalidArgument, fmt::format("{}: its seq is {}", what, known->seq));
+      return no(StatusCode::kInvalidArgument, fmt::format("{}: its seq is {}", what(), known->seq));
     }
     Group& group = groups[known->group];
     if (!group.in_sync) {
       return no(StatusCode::kFailedPrecondition,
-                fmt::format("{}: group {} is not part of sync {}", what, known->group, sync_id));
+                fmt::format("{}: group {} is not part of sync {}", what(), known->group, sync_id));
     }
-    if (group.freed) return refuse(consumer.incarnation, pull, freed_status(known->group).with_context(what), out);
+    if (group.freed) return refuse(consumer.incarnation, pull, freed_status(known->group).with_context(what()), out);
     if (group.signalled[pull.consumer]) {
       return no(StatusCode::kFailedPrecondition,
-                fmt::format("{}: group {} was already signalled by it in sync {}", what, known->group, sync_id));
+                fmt::format("{}: group {} was already signalled by it in sync {}", what(), known->group, sync_id));
     }
     const std::uint32_t depth = tables.ring_depth;
     if (pull.seq >= depth && consumer.serves[pull.seq - depth].state != Serve::State::kServed) {
       return no(StatusCode::kFailedPrecondition,
-                fmt::format("{}: too early, seq {} has not been served to it (ring_depth {})", what, pull.seq - depth, depth));
+                fmt::format("{}: too early, seq {} has not been served to it (ring_depth {})", what(), pull.seq - depth, depth));
     }
 
     Serve& serve = consumer.serves[pull.seq];
@@ -683,7 +685,7 @@ struct ProducerMachine::State {
       if (slot.sync_id == sync_id && slot.seq == pull.seq) {
         return answer(now_ns, pull.consumer, pull.seq, packed_ready(*known, slot_of(pull.seq), slot), out);
       }
-      return no(StatusCode::kFailedPrecondition, fmt::format("{}: served before, and its slot holds a later one", what));
+      return no(StatusCode::kFailedPrecondition, fmt::format("{}: served before, and its slot holds a later one", what()));
     }
 
     serve = Serve{Serve::State::kParked, pull};
