@@ -199,10 +199,12 @@ std::vector<CopyProgram> split(const CopyProgram& program, std::size_t max_parts
   };
   for (CopyNest nest : program.nests) {
     for (;;) {
-      if (taken >= boundary() && result.size() < parts) result.emplace_back();
+      // A step can be larger than a part: the boundaries it went over are passed by.
+      while (taken >= boundary() && result.size() < parts) result.emplace_back();
+      if (result.size() == parts) break;
       const std::uint64_t room = boundary() - taken;
       const std::uint64_t here = nest_elements(nest);
-      if (here <= room || result.size() == parts) break;
+      if (here <= room) break;
       // Cut along the outermost loop, or the run; at least one step, so that it ends.
       CopyNest head = nest;
       if (nest.loops.empty()) {
@@ -227,6 +229,7 @@ std::vector<CopyProgram> split(const CopyProgram& program, std::size_t max_parts
     }
     take(nest);
   }
+  std::erase_if(result, [](const CopyProgram& part) { return part.nests.empty(); });
   for (CopyProgram& part : result) {
     part.from = program.from;
     part.to = program.to;

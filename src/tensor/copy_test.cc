@@ -376,6 +376,22 @@ TEST(Copy, SourcesMayRepeatElements) {
   EXPECT_EQ(target, std::vector<std::uint16_t>(12, one));
 }
 
+// Goal: steps larger than a part leave no empty part and no empty nest behind.
+TEST(Copy, SplitsWhatHardlySplits) {
+  CopyProgram program;
+  program.nests = {{34, 6, {{2, 79, 4}, {2, 4, 1}}, 1}, {200, 20, {}, 3}};
+  program.bytes = 7;
+  for (std::size_t parts = 1; parts <= 9; ++parts) {
+    std::uint64_t bytes = 0;
+    for (const CopyProgram& part : split(program, parts, 1)) {
+      EXPECT_GT(part.bytes, 0u);
+      for (const CopyNest& nest : part.nests) EXPECT_GT(nest.run_elements, 0);
+      bytes += part.bytes;
+    }
+    EXPECT_EQ(bytes, program.bytes) << parts;
+  }
+}
+
 TEST(Copy, SplitsIntoSimilarParts) {
   const std::int64_t rows = 1000, columns = 512;
   const auto program = compile_copy(canonicalise({{0, {{rows, columns * 2}, {columns, 1}}}}), SourceLayout::contiguous(DType::kBF16, rows * columns * 2), DType::kBF16,
