@@ -52,7 +52,7 @@ class Tensor {
                              std::shared_ptr<Recorder> recorder = nullptr);
   // A real contiguous tensor over borrowed memory, which must outlive every handle derived from it. `data` may be unaligned.
   static Result<Tensor> real(std::string name, DType dtype, std::vector<std::int64_t> shape, const std::byte* data);
-  // The same with strides in elements and an offset of 0; used for strided sources.
+  // The same over memory with these strides (in elements, >= 0). Operations and stride() see its row-major logical elements.
   static Result<Tensor> real_strided(std::string name, DType dtype, std::vector<std::int64_t> shape,
                                      std::vector<std::int64_t> stride, const std::byte* data);
 
