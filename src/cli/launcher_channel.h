@@ -1,10 +1,11 @@
 // The line between a process and the launcher that started it: JSON objects, one a line, towards the
 // launcher; single bytes back. A process started by hand has none, and every call returns at once.
 //
-//   {"event":"progress","bytes":N}            trainer: bytes of its groups that are through, in this sync
-//   {"event":"ready","sync":I}                trainer: about to start sync I; waits for a byte
-//   {"event":"synced","sync":I}               everybody: sync I is through here; waits for a byte
-//   {"event":"sync", ...}                     sender: the report of a sync (sync_outcome.h)
+//   {"event":"progress","bytes":N}       trainer: bytes of its groups that are through, in this sync
+//   {"event":"ready","sync":I}           trainer: about to start sync I; waits for a byte
+//   {"event":"synced","sync":I}          everybody: sync I is through here; waits for a byte
+//   {"event":"sync","outcome":{..},"processes":[..]}   sender: the report of a sync (sync_report.h)
+//   {"event":"generated","bytes":N,"total":N}          generate: bytes written
 //   {"event":"error","code":..,"reason":..,"peer":..,"message":..}   why this process will end
 #pragma once
 
