@@ -7,7 +7,8 @@
 namespace shardpull {
 
 Status ByteReader::malformed(std::string_view problem) const {
-  return Status(StatusCode::kDataLoss, fmt::format("{}: {} at byte {} of {}", what_, problem, position_, bytes_.size()),
+  return Status(StatusCode::kDataLoss,
+                fmt::format("{}: {} at byte {} of {}", what_, problem, position_, bytes_.size()),
                 {.reason = Reason::kCorrupt, .fault = Fault::kPeer});
 }
 
@@ -37,7 +38,8 @@ Status ByteReader::string(std::string& out, std::uint64_t max_bytes) {
   SHARDPULL_RETURN_IF_ERROR(u32(size));
   Status status;
   std::span<const std::byte> bytes;
-  if (size > max_bytes) status = malformed(fmt::format("string of {} bytes, at most {} allowed,", size, max_bytes));
+  if (size > max_bytes)
+    status = malformed(fmt::format("string of {} bytes, at most {} allowed,", size, max_bytes));
   if (status.ok()) status = raw(size, bytes);
   if (!status.ok()) {
     position_ = start;
@@ -52,9 +54,10 @@ Status ByteReader::count(std::uint32_t& out, std::uint64_t max, std::uint64_t mi
   std::uint32_t value = 0;
   SHARDPULL_RETURN_IF_ERROR(u32(value));
   if (value > max || value > remaining() / min_item_bytes) {
-    Status status = value > max ? malformed(fmt::format("count {}, at most {} allowed,", value, max))
-                                : malformed(fmt::format("count {} of items of {} bytes or more, {} bytes left,", value,
-                                                        min_item_bytes, remaining()));
+    Status status = value > max
+                        ? malformed(fmt::format("count {}, at most {} allowed,", value, max))
+                        : malformed(fmt::format("count {} of items of {} bytes or more, {} bytes left,",
+                                                value, min_item_bytes, remaining()));
     position_ = start;
     return status;
   }

@@ -23,15 +23,19 @@ TEST(Encoder, LittleEndianWithoutPadding) {
   writer.i64(-2);
   writer.boolean(true);
   writer.string("hi");
-  const std::vector<std::uint8_t> expected = {1, 3, 2, 7, 6, 5, 4, 15, 14, 13, 12, 11, 10, 9, 8, 254, 255, 255, 255, 255, 255, 255,
-                                              255, 1, 2, 0, 0, 0, 'h', 'i'};
+  const std::vector<std::uint8_t> expected = {1,   3,   2,   7, 6, 5,   4,   15,  14,  13,
+                                              12,  11,  10,  9, 8, 254, 255, 255, 255, 255,
+                                              255, 255, 255, 1, 2, 0,   0,   0,   'h', 'i'};
   ASSERT_EQ(writer.size(), expected.size());
-  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_EQ(std::to_integer<int>(writer.bytes()[i]), expected[i]) << i;
+  for (std::size_t i = 0; i < expected.size(); ++i)
+    EXPECT_EQ(std::to_integer<int>(writer.bytes()[i]), expected[i]) << i;
 }
 
 // Goal: everything that is written is read back, and nothing is left over.
-RC_GTEST_PROP(Encoder, RoundTrip, (std::uint8_t a, std::uint16_t b, std::uint32_t c, std::uint64_t d, std::int64_t e, bool f,
-                                   const std::string& g, const std::vector<std::int64_t>& h, const std::vector<std::uint32_t>& i)) {
+RC_GTEST_PROP(Encoder, RoundTrip,
+              (std::uint8_t a, std::uint16_t b, std::uint32_t c, std::uint64_t d, std::int64_t e, bool f,
+               const std::string& g, const std::vector<std::int64_t>& h,
+               const std::vector<std::uint32_t>& i)) {
   ByteWriter writer;
   writer.u8(a);
   writer.u16(b);
@@ -53,14 +57,16 @@ RC_GTEST_PROP(Encoder, RoundTrip, (std::uint8_t a, std::uint16_t b, std::uint32_
   std::string g2;
   std::vector<std::int64_t> h2;
   std::vector<std::uint32_t> i2;
-  RC_ASSERT(reader.u8(a2).ok() && reader.u16(b2).ok() && reader.u32(c2).ok() && reader.u64(d2).ok() && reader.i64(e2).ok());
+  RC_ASSERT(reader.u8(a2).ok() && reader.u16(b2).ok() && reader.u32(c2).ok() && reader.u64(d2).ok() &&
+            reader.i64(e2).ok());
   RC_ASSERT(reader.boolean(f2).ok() && reader.string(g2, 1 << 20).ok() && reader.i64_list(h2, 1 << 20).ok());
   RC_ASSERT(!reader.end().ok() || i.empty());
   RC_ASSERT(reader.u32_list(i2, 1 << 20).ok() && reader.end().ok());
   RC_ASSERT(a == a2 && b == b2 && c == c2 && d == d2 && e == e2 && f == f2 && g == g2 && h == h2 && i == i2);
 }
 
-// Goal: input cut off anywhere is refused by the read that misses bytes, which changes neither position nor output.
+// Goal: input cut off anywhere is refused by the read that misses bytes, which changes neither position nor
+// output.
 TEST(Encoder, TruncatedInputIsRefused) {
   ByteWriter writer;
   writer.u32(7);
@@ -74,8 +80,10 @@ TEST(Encoder, TruncatedInputIsRefused) {
     std::string text = "before";
     std::vector<std::int64_t> list{9};
     Status status = reader.u32(number);
-    if (status.ok()) status = reader.string(text, 100);
-    else EXPECT_EQ(number, 99u);
+    if (status.ok())
+      status = reader.string(text, 100);
+    else
+      EXPECT_EQ(number, 99u);
     std::size_t before = reader.position();
     if (status.ok()) {
       before = reader.position();

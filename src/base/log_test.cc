@@ -10,7 +10,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Goal: lines go to standard error only, carry the process's identity, and are not even formatted below the level.
+// Goal: lines go to standard error only, carry the process's identity, and are not even formatted below the
+// level.
 TEST(Log, WritesToStandardErrorAtItsLevel) {
   ::testing::internal::CaptureStdout();
   ::testing::internal::CaptureStderr();

@@ -19,7 +19,8 @@ class Counter {
   }
   bool wait_for(int value, std::int64_t timeout_ns) SHARDPULL_EXCLUDES(mutex_) {
     const MutexLock lock(mutex_);
-    return changed_.wait_for_ns(mutex_, timeout_ns, [&]() SHARDPULL_REQUIRES(mutex_) { return value_ >= value; });
+    return changed_.wait_for_ns(mutex_, timeout_ns,
+                                [&]() SHARDPULL_REQUIRES(mutex_) { return value_ >= value; });
   }
 
  private:

@@ -11,7 +11,8 @@
 namespace shardpull {
 namespace {
 
-// Goal: the sequence is the published one of SplitMix64 (seed 1234567), so that seeds mean the same everywhere.
+// Goal: the sequence is the published one of SplitMix64 (seed 1234567), so that seeds mean the same
+// everywhere.
 TEST(Random, SplitMixIsThePublishedFunction) {
   constexpr std::uint64_t kStep = 0x9E3779B97F4A7C15ull;
   EXPECT_EQ(splitmix64(1234567), 6457827717110365317ull);

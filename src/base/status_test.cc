@@ -21,8 +21,9 @@ TEST(Status, DefaultIsOkAndEmpty) {
 }
 
 TEST(Status, CarriesCodeMessageAndInfo) {
-  const Status status(StatusCode::kUnavailable, "trainer 1 is gone",
-                      {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .retryable = true, .peer = "trainer 1"});
+  const Status status(
+      StatusCode::kUnavailable, "trainer 1 is gone",
+      {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .retryable = true, .peer = "trainer 1"});
   EXPECT_FALSE(status.ok());
   EXPECT_EQ(status.to_string(), "UNAVAILABLE: trainer 1 is gone");
   EXPECT_EQ(status.info().peer, "trainer 1");
@@ -30,7 +31,8 @@ TEST(Status, CarriesCodeMessageAndInfo) {
 }
 
 TEST(Status, ContextGoesInFrontAndKeepsTheRest) {
-  const Status status = Status(StatusCode::kNotFound, "no file", {.reason = Reason::kHost, .tensor = "w"}).with_context("model.safetensors");
+  const Status status = Status(StatusCode::kNotFound, "no file", {.reason = Reason::kHost, .tensor = "w"})
+                            .with_context("model.safetensors");
   EXPECT_EQ(status.message(), "model.safetensors: no file");
   EXPECT_EQ(status.code(), StatusCode::kNotFound);
   EXPECT_EQ(status.info().tensor, "w");

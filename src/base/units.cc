@@ -20,30 +20,43 @@ struct Unit {
 
 constexpr std::uint64_t kKi = 1024;
 constexpr Unit kByteUnits[] = {
-    {"", 1},          {"B", 1},
-    {"KiB", kKi},     {"MiB", kKi * kKi}, {"GiB", kKi * kKi * kKi},   {"TiB", kKi * kKi * kKi * kKi},
-    {"kB", 1000},     {"MB", 1000'000},   {"GB", 1000'000'000},       {"TB", 1000'000'000'000},
+    {"", 1},
+    {"B", 1},
+    {"KiB", kKi},
+    {"MiB", kKi* kKi},
+    {"GiB", kKi* kKi* kKi},
+    {"TiB", kKi* kKi* kKi* kKi},
+    {"kB", 1000},
+    {"MB", 1000'000},
+    {"GB", 1000'000'000},
+    {"TB", 1000'000'000'000},
 };
 constexpr std::string_view kByteForm =
     "a whole number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB (or none for bytes), such as 64MiB";
 
 constexpr Unit kDurationUnits[] = {
-    {"ns", 1},           {"us", 1'000},           {"ms", 1'000'000},
-    {"s", 1'000'000'000}, {"min", 60'000'000'000}, {"h", 3'600'000'000'000},
+    {"ns", 1},
+    {"us", 1'000},
+    {"ms", 1'000'000},
+    {"s", 1'000'000'000},
+    {"min", 60'000'000'000},
+    {"h", 3'600'000'000'000},
 };
 constexpr std::string_view kDurationForm = "a whole number and one of ns, us, ms, s, min, h, such as 300s";
 
 Status refused(std::string_view text, std::string_view what, std::string_view why, std::string_view form) {
-  return Status(StatusCode::kInvalidArgument, fmt::format("{}: \"{}\" {}; expected {}", what, text, why, form),
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("{}: \"{}\" {}; expected {}", what, text, why, form),
                 {.reason = Reason::kBadArgument});
 }
 
-Result<std::uint64_t> parse_with_unit(std::string_view text, std::string_view what, std::span<const Unit> units,
-                                      std::string_view form, std::uint64_t max) {
+Result<std::uint64_t> parse_with_unit(std::string_view text, std::string_view what,
+                                      std::span<const Unit> units, std::string_view form, std::uint64_t max) {
   std::uint64_t number = 0;
   const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (error == std::errc::result_out_of_range) return refused(text, what, "is too large", form);
-  if (error != std::errc()) return refused(text, what, text.empty() ? "is empty" : "does not start with a digit", form);
+  if (error != std::errc())
+    return refused(text, what, text.empty() ? "is empty" : "does not start with a digit", form);
   const std::string_view unit = text.substr(static_cast<std::size_t>(rest - text.data()));
   for (const Unit& known : units) {
     if (known.name != unit) continue;
@@ -80,16 +93,20 @@ Result<std::int64_t> parse_duration_ns(std::string_view text, std::string_view w
   return static_cast<std::int64_t>(*value);
 }
 
-Result<std::int64_t> parse_integer(std::string_view text, std::string_view what, std::int64_t low, std::int64_t high) {
-  const std::string form = low == std::numeric_limits<std::int64_t>::min() && high == std::numeric_limits<std::int64_t>::max()
-                               ? std::string("a whole number")
-                           : high == std::numeric_limits<std::int64_t>::max()
-                               ? fmt::format("a whole number, {} or more", low)
-                               : fmt::format("a whole number from {} to {}", low, high);
+Result<std::int64_t> parse_integer(std::string_view text, std::string_view what, std::int64_t low,
+                                   std::int64_t high) {
+  const std::string form =
+      low == std::numeric_limits<std::int64_t>::min() && high == std::numeric_limits<std::int64_t>::max()
+          ? std::string("a whole number")
+      : high == std::numeric_limits<std::int64_t>::max()
+          ? fmt::format("a whole number, {} or more", low)
+          : fmt::format("a whole number from {} to {}", low, high);
   std::int64_t value = 0;
   const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || rest != text.data() + text.size()) {
-    return refused(text, what, error == std::errc::result_out_of_range ? "is out of range" : "is not a whole number", form);
+    return refused(text, what,
+                   error == std::errc::result_out_of_range ? "is out of range" : "is not a whole number",
+                   form);
   }
   if (value < low || value > high) return refused(text, what, "is out of range", form);
   return value;
@@ -110,7 +127,8 @@ std::string format_bytes(std::uint64_t bytes) {
 std::string format_duration_ns(std::int64_t ns) {
   if (ns < 0) {
     const std::uint64_t positive = 0 - static_cast<std::uint64_t>(ns);
-    if (positive > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) return "-" + format_duration_ns(std::numeric_limits<std::int64_t>::max());
+    if (positive > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()))
+      return "-" + format_duration_ns(std::numeric_limits<std::int64_t>::max());
     return "-" + format_duration_ns(static_cast<std::int64_t>(positive));
   }
   const double value = static_cast<double>(ns);

@@ -23,10 +23,12 @@ TEST(Units, ParsesBytes) {
   EXPECT_EQ(parse_bytes("18446744073709551615", "x").value(), std::numeric_limits<std::uint64_t>::max());
 }
 
-// Goal: what is not a whole number with a known unit is refused, and the message names the setting and the accepted form.
+// Goal: what is not a whole number with a known unit is refused, and the message names the setting and the
+// accepted form.
 TEST(Units, RefusesHalfNumbersWithTheAcceptedForm) {
-  for (const char* text : {"", "MiB", "1.5MiB", "1,5MiB", "64M", "64 MiB", "64mib", "-1", "+1", "0x10", "1e6", "64MiB ", " 64MiB",
-                           "18446744073709551616", "16777216TiB", "99999999999999999999TiB"}) {
+  for (const char* text :
+       {"", "MiB", "1.5MiB", "1,5MiB", "64M", "64 MiB", "64mib", "-1", "+1", "0x10", "1e6", "64MiB ",
+        " 64MiB", "18446744073709551616", "16777216TiB", "99999999999999999999TiB"}) {
     const auto result = parse_bytes(text, "--max-chunk-bytes");
     ASSERT_FALSE(result.ok()) << text;
     EXPECT_THAT(result.status().message(), HasSubstr("--max-chunk-bytes"));

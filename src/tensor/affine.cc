@@ -35,7 +35,9 @@ std::int64_t Layout::delta(std::int64_t step) const {
   return result;
 }
 
-std::int64_t Layout::address(std::int64_t position) const { return offset_ + delta(position); }
+std::int64_t Layout::address(std::int64_t position) const {
+  return offset_ + delta(position);
+}
 
 namespace {
 
@@ -60,8 +62,8 @@ class Decomposition {
   }
 
  private:
-  // Where digits carry within the nest. weight == 0: only breaks that the outermost loop steps over by whole multiples, so
-  // that all its iterations look alike.
+  // Where digits carry within the nest. weight == 0: only breaks that the outermost loop steps over by whole
+  // multiples, so that all its iterations look alike.
   struct Break {
     bool any = false;
     std::size_t layout = 0;
@@ -127,7 +129,8 @@ class Decomposition {
       }
       return true;
     }
-    if (static_cast<Wide>(inside.size()) * static_cast<Wide>(outer.size) + out.size() > max_pieces_) return false;
+    if (static_cast<Wide>(inside.size()) * static_cast<Wide>(outer.size) + out.size() > max_pieces_)
+      return false;
     for (std::int64_t i = 0; i < outer.size; ++i) {
       for (const AffinePiece& piece : inside) {
         AffinePiece& copy = out.emplace_back(piece);
@@ -137,9 +140,10 @@ class Decomposition {
     return true;
   }
 
-  // The outermost loop walks through cells of `weight` positions: cut it where it enters another cell, and fold equal
-  // whole cells into one loop over cells.
-  bool cut(std::span<const Loop> loops, const Start& start, const Break& found, std::vector<AffinePiece>& out) const {
+  // The outermost loop walks through cells of `weight` positions: cut it where it enters another cell, and
+  // fold equal whole cells into one loop over cells.
+  bool cut(std::span<const Loop> loops, const Start& start, const Break& found,
+           std::vector<AffinePiece>& out) const {
     const Loop outer = loops.front();
     const std::span<const Loop> rest = loops.subspan(1);
     const std::int64_t weight = found.weight;
@@ -155,7 +159,8 @@ class Decomposition {
       const std::int64_t left = outer.size - i;
       const bool crosses = static_cast<Wide>(within) + inner >= static_cast<Wide>(weight);
       std::int64_t alike = 1;  // iterations from here that stay in this cell
-      if (!crosses) alike = std::min(left, (weight - 1 - static_cast<std::int64_t>(inner) - within) / step + 1);
+      if (!crosses)
+        alike = std::min(left, (weight - 1 - static_cast<std::int64_t>(inner) - within) / step + 1);
       const bool whole_cell = !crosses && alike == period;
       if ((whole_cell || order_ == PieceOrder::kFree) && left / period >= 2) {
         const std::int64_t cells = left / period;
@@ -185,8 +190,9 @@ class Decomposition {
 
 }  // namespace
 
-bool decompose(std::span<const Layout> layouts, std::span<const Loop> loops, std::span<const std::int64_t> start,
-               PieceOrder order, std::size_t max_pieces, std::vector<AffinePiece>& out) {
+bool decompose(std::span<const Layout> layouts, std::span<const Loop> loops,
+               std::span<const std::int64_t> start, PieceOrder order, std::size_t max_pieces,
+               std::vector<AffinePiece>& out) {
   Start begin{};
   std::copy_n(start.begin(), std::min(start.size(), layouts.size()), begin.begin());
   return Decomposition(layouts, order, max_pieces).run(loops, begin, out);

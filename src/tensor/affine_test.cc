@@ -16,7 +16,8 @@ using Addresses = std::vector<std::vector<std::int64_t>>;  // per iteration, per
 std::vector<Dim> random_dims(int max_dims, int max_size) {
   const auto count = *rc::gen::inRange(0, max_dims + 1);
   std::vector<Dim> dims;
-  for (int i = 0; i < count; ++i) dims.push_back({*rc::gen::inRange(1, max_size + 1), *rc::gen::inRange(0, 40)});
+  for (int i = 0; i < count; ++i)
+    dims.push_back({*rc::gen::inRange(1, max_size + 1), *rc::gen::inRange(0, 40)});
   return dims;
 }
 
@@ -36,7 +37,8 @@ std::int64_t address_of(const std::vector<Dim>& dims, std::int64_t position) {
   return address;
 }
 
-void for_each_iteration(const std::vector<Loop>& loops, const std::function<void(const std::vector<std::int64_t>&)>& visit) {
+void for_each_iteration(const std::vector<Loop>& loops,
+                        const std::function<void(const std::vector<std::int64_t>&)>& visit) {
   std::vector<std::int64_t> index(loops.size(), 0);
   for (;;) {
     visit(index);
@@ -111,7 +113,8 @@ RC_GTEST_PROP(Affine, PiecesAreTheNest, ()) {
   RC_ASSERT(any_order == expected);
 }
 
-// Goal: sizes do not matter to the number of pieces: a window of a transposed matrix is a head, a body and a tail.
+// Goal: sizes do not matter to the number of pieces: a window of a transposed matrix is a head, a body and a
+// tail.
 TEST(Affine, LargeWindowsTakeFewPieces) {
   const std::vector<Dim> transposed{{1'000'000, 1}, {3'000'000, 1'000'000}};
   const Layout layout(transposed);
@@ -131,7 +134,8 @@ TEST(Affine, TooManyPiecesAreRefused) {
   std::vector<AffinePiece> pieces;
   EXPECT_FALSE(decompose({&layout, 1}, {&across, 1}, {&start, 1}, PieceOrder::kKeep, 100, pieces));
   pieces.clear();
-  EXPECT_TRUE(decompose({&layout, 1}, {&across, 1}, {&start, 1}, PieceOrder::kFree, 100, pieces)) << "regrouped, few suffice";
+  EXPECT_TRUE(decompose({&layout, 1}, {&across, 1}, {&start, 1}, PieceOrder::kFree, 100, pieces))
+      << "regrouped, few suffice";
   EXPECT_LE(pieces.size(), 4u);
 }
 

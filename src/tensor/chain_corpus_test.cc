@@ -1,4 +1,5 @@
-// The frozen corpus: op chains with what PyTorch makes of them (tests/torch/chains.py writes it), checked without PyTorch.
+// The frozen corpus: op chains with what PyTorch makes of them (tests/torch/chains.py writes it), checked
+// without PyTorch.
 #include <fstream>
 #include <string>
 #include <vector>
@@ -26,7 +27,8 @@ Sizes byte_positions(const Slice& slice, DType dtype) {
   return result;
 }
 
-// Goal: acceptance, dtype, shape, strides, offset and the order of every byte equal what torch gave when the corpus was made.
+// Goal: acceptance, dtype, shape, strides, offset and the order of every byte equal what torch gave when the
+// corpus was made.
 TEST(ChainCorpus, EveryChainGivesWhatTorchGave) {
   std::ifstream file(std::string(SHARDPULL_SOURCE_DIR) + "/tests/torch/corpus.jsonl");
   ASSERT_TRUE(file.is_open());
@@ -35,7 +37,8 @@ TEST(ChainCorpus, EveryChainGivesWhatTorchGave) {
     SCOPED_TRACE(line.substr(0, 400));
     const json entry = json::parse(line);
     const json& torch = entry.at("torch");
-    const auto root = Tensor::fake("w", dtype_from_name(entry.at("dtype").get<std::string>()).value(), entry.at("shape").get<Sizes>());
+    const auto root = Tensor::fake("w", dtype_from_name(entry.at("dtype").get<std::string>()).value(),
+                                   entry.at("shape").get<Sizes>());
     ASSERT_TRUE(root.ok());
     const auto tensor = Tensor::apply(*root, testing::chain_from_json(entry.at("chain")));
     ASSERT_EQ(tensor.ok(), torch.at("ok").get<bool>()) << tensor.status().to_string();
@@ -57,7 +60,8 @@ TEST(ChainCorpus, EveryChainGivesWhatTorchGave) {
       ++unsliceable;
       continue;
     }
-    EXPECT_EQ(byte_positions(*slice, tensor->dtype()), torch.at("positions").get<Sizes>()) << to_string(*slice);
+    EXPECT_EQ(byte_positions(*slice, tensor->dtype()), torch.at("positions").get<Sizes>())
+        << to_string(*slice);
   }
   EXPECT_GT(accepted, 400);
   EXPECT_GT(refused, 100);

@@ -15,9 +15,13 @@ struct Hasher::State {
   XXH3_state_t* xxh3;
 };
 
-std::string Digest::hex() const { return fmt::format("{:016x}{:016x}", high, low); }
+std::string Digest::hex() const {
+  return fmt::format("{:016x}{:016x}", high, low);
+}
 
-std::uint64_t checksum64(std::span<const std::byte> bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
+std::uint64_t checksum64(std::span<const std::byte> bytes) {
+  return XXH3_64bits(bytes.data(), bytes.size());
+}
 
 Digest digest128(std::span<const std::byte> bytes) {
   const XXH128_hash_t hash = XXH3_128bits(bytes.data(), bytes.size());
@@ -29,9 +33,13 @@ Hasher::~Hasher() = default;
 Hasher::Hasher(Hasher&&) noexcept = default;
 Hasher& Hasher::operator=(Hasher&&) noexcept = default;
 
-void Hasher::update(std::span<const std::byte> bytes) { XXH3_128bits_update(state_->xxh3, bytes.data(), bytes.size()); }
+void Hasher::update(std::span<const std::byte> bytes) {
+  XXH3_128bits_update(state_->xxh3, bytes.data(), bytes.size());
+}
 
-std::uint64_t Hasher::checksum() const { return XXH3_64bits_digest(state_->xxh3); }
+std::uint64_t Hasher::checksum() const {
+  return XXH3_64bits_digest(state_->xxh3);
+}
 
 Digest Hasher::digest() const {
   const XXH128_hash_t hash = XXH3_128bits_digest(state_->xxh3);

@@ -11,9 +11,12 @@
 namespace shardpull {
 namespace {
 
-std::span<const std::byte> bytes_of_text(std::string_view text) { return std::as_bytes(std::span(text.data(), text.size())); }
+std::span<const std::byte> bytes_of_text(std::string_view text) {
+  return std::as_bytes(std::span(text.data(), text.size()));
+}
 
-// Goal: the values are XXH3's, seed 0, so that another program can check them. Constants of the xxHash project.
+// Goal: the values are XXH3's, seed 0, so that another program can check them. Constants of the xxHash
+// project.
 TEST(Checksum, KnownValues) {
   EXPECT_EQ(checksum64({}), 0x2D06800538D394C2u);
   EXPECT_EQ(digest128({}).hex(), "99aa06d3014798d86001c324468d497f");
@@ -22,9 +25,11 @@ TEST(Checksum, KnownValues) {
 }
 
 // Goal: bytes in parts give the sum of the whole, wherever they are cut.
-RC_GTEST_PROP(Checksum, PartsEqualWhole, (const std::vector<std::uint8_t>& seed, std::uint16_t size, std::uint16_t cut)) {
+RC_GTEST_PROP(Checksum, PartsEqualWhole,
+              (const std::vector<std::uint8_t>& seed, std::uint16_t size, std::uint16_t cut)) {
   std::vector<std::byte> data(size % 5000);
-  for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<std::byte>(seed.empty() ? i : seed[i % seed.size()] + i);
+  for (std::size_t i = 0; i < data.size(); ++i)
+    data[i] = static_cast<std::byte>(seed.empty() ? i : seed[i % seed.size()] + i);
   const std::size_t first = data.empty() ? 0 : cut % data.size();
   Hasher hasher;
   hasher.update(std::span(data).first(first));

@@ -23,17 +23,28 @@ struct Plain {
   using Value = T;
   static Value value(Stored stored) { return stored; }
 };
-template <> struct Element<DType::kI8> : Plain<std::int8_t> {};
-template <> struct Element<DType::kU8> : Plain<std::uint8_t> {};
-template <> struct Element<DType::kI16> : Plain<std::int16_t> {};
-template <> struct Element<DType::kU16> : Plain<std::uint16_t> {};
-template <> struct Element<DType::kI32> : Plain<std::int32_t> {};
-template <> struct Element<DType::kU32> : Plain<std::uint32_t> {};
-template <> struct Element<DType::kI64> : Plain<std::int64_t> {};
-template <> struct Element<DType::kU64> : Plain<std::uint64_t> {};
-template <> struct Element<DType::kF32> : Plain<float> {};
-template <> struct Element<DType::kF64> : Plain<double> {};
-template <> struct Element<DType::kBool> {
+template <>
+struct Element<DType::kI8> : Plain<std::int8_t> {};
+template <>
+struct Element<DType::kU8> : Plain<std::uint8_t> {};
+template <>
+struct Element<DType::kI16> : Plain<std::int16_t> {};
+template <>
+struct Element<DType::kU16> : Plain<std::uint16_t> {};
+template <>
+struct Element<DType::kI32> : Plain<std::int32_t> {};
+template <>
+struct Element<DType::kU32> : Plain<std::uint32_t> {};
+template <>
+struct Element<DType::kI64> : Plain<std::int64_t> {};
+template <>
+struct Element<DType::kU64> : Plain<std::uint64_t> {};
+template <>
+struct Element<DType::kF32> : Plain<float> {};
+template <>
+struct Element<DType::kF64> : Plain<double> {};
+template <>
+struct Element<DType::kBool> {
   using Stored = std::uint8_t;
   using Value = std::uint8_t;
   static Value value(Stored stored) { return stored != 0 ? 1 : 0; }
@@ -46,26 +57,34 @@ struct Small {
   static Value value(Stored stored) { return kTo(stored); }
   static Stored rounded(float value) { return kFrom(value); }
 };
-template <> struct Element<DType::kBF16> : Small<std::uint16_t, bf16_to_float, float_to_bf16> {};
-template <> struct Element<DType::kF16> : Small<std::uint16_t, F16Format::to_float, F16Format::from_float> {};
-template <> struct Element<DType::kF8E5M2> : Small<std::uint8_t, F8E5M2Format::to_float, F8E5M2Format::from_float> {};
-template <> struct Element<DType::kF8E4M3> : Small<std::uint8_t, f8e4m3_to_float, float_to_f8e4m3> {};
-template <> struct Element<DType::kF8E8M0> : Small<std::uint8_t, f8e8m0_to_float, float_to_f8e8m0> {};
+template <>
+struct Element<DType::kBF16> : Small<std::uint16_t, bf16_to_float, float_to_bf16> {};
+template <>
+struct Element<DType::kF16> : Small<std::uint16_t, F16Format::to_float, F16Format::from_float> {};
+template <>
+struct Element<DType::kF8E5M2> : Small<std::uint8_t, F8E5M2Format::to_float, F8E5M2Format::from_float> {};
+template <>
+struct Element<DType::kF8E4M3> : Small<std::uint8_t, f8e4m3_to_float, float_to_f8e4m3> {};
+template <>
+struct Element<DType::kF8E8M0> : Small<std::uint8_t, f8e8m0_to_float, float_to_f8e8m0> {};
 
 struct Complex {
   float real, imaginary;
 };
-template <> struct Element<DType::kC64> {
+template <>
+struct Element<DType::kC64> {
   using Stored = Complex;
   using Value = Complex;
   static Value value(Stored stored) { return stored; }
 };
 
-// Truncates. NaN and what no 64-bit integer holds becomes the smallest integer, as the x86 instruction gives it.
+// Truncates. NaN and what no 64-bit integer holds becomes the smallest integer, as the x86 instruction gives
+// it.
 template <typename Float>
 std::int64_t truncated(Float value) {
   constexpr Float kLimit = static_cast<Float>(0x1p63);
-  return value >= -kLimit && value < kLimit ? static_cast<std::int64_t>(value) : std::numeric_limits<std::int64_t>::min();
+  return value >= -kLimit && value < kLimit ? static_cast<std::int64_t>(value)
+                                            : std::numeric_limits<std::int64_t>::min();
 }
 
 template <typename Float>
@@ -109,7 +128,8 @@ constexpr bool kHasPrefix = (kFrom == DType::kF32 && (kTo == DType::kBF16 || kTo
                             (kTo == DType::kF32 && (kFrom == DType::kBF16 || kFrom == DType::kF16));
 
 template <DType kFrom, DType kTo>
-void convert_run(const std::byte* src, std::int64_t src_stride, std::byte* dst, std::int64_t dst_stride, std::int64_t count) {
+void convert_run(const std::byte* src, std::int64_t src_stride, std::byte* dst, std::int64_t dst_stride,
+                 std::int64_t count) {
   using From = typename Element<kFrom>::Stored;
   using To = typename Element<kTo>::Stored;
   const auto step = [](const std::byte* from, std::byte* to) {
@@ -118,14 +138,16 @@ void convert_run(const std::byte* src, std::int64_t src_stride, std::byte* dst, 
     const To converted = convert<kFrom, kTo>(element);
     std::memcpy(to, &converted, sizeof converted);
   };
-  if (src_stride == static_cast<std::int64_t>(sizeof(From)) && dst_stride == static_cast<std::int64_t>(sizeof(To))) {
+  if (src_stride == static_cast<std::int64_t>(sizeof(From)) &&
+      dst_stride == static_cast<std::int64_t>(sizeof(To))) {
     std::int64_t i = 0;
     if constexpr (kHasPrefix<kFrom, kTo>) {
       static const ConvertPrefix kPrefix = convert_prefix(kFrom, kTo);
       if (kPrefix != nullptr) i = kPrefix(src, dst, count);
     }
     for (; i < count; ++i) {  // strides known to the compiler
-      step(src + i * static_cast<std::int64_t>(sizeof(From)), dst + i * static_cast<std::int64_t>(sizeof(To)));
+      step(src + i * static_cast<std::int64_t>(sizeof(From)),
+           dst + i * static_cast<std::int64_t>(sizeof(To)));
     }
     return;
   }
@@ -133,8 +155,9 @@ void convert_run(const std::byte* src, std::int64_t src_stride, std::byte* dst, 
 }
 
 constexpr std::array kConvertible = {
-    DType::kBool, DType::kU8,  DType::kI8,  DType::kF8E5M2, DType::kF8E4M3, DType::kF8E8M0, DType::kI16, DType::kU16, DType::kF16,
-    DType::kBF16, DType::kI32, DType::kU32, DType::kF32,    DType::kF64,    DType::kI64,    DType::kU64, DType::kC64,
+    DType::kBool, DType::kU8,  DType::kI8,  DType::kF8E5M2, DType::kF8E4M3, DType::kF8E8M0,
+    DType::kI16,  DType::kU16, DType::kF16, DType::kBF16,   DType::kI32,    DType::kU32,
+    DType::kF32,  DType::kF64, DType::kI64, DType::kU64,    DType::kC64,
 };
 constexpr std::size_t kCount = kConvertible.size();
 
@@ -167,24 +190,41 @@ struct Range {
 
 Range range_of(DType dtype) {
   switch (dtype) {
-    case DType::kBool: return {Range::kInteger, false, 1};
-    case DType::kU8: return {Range::kInteger, false, 8};
-    case DType::kI8: return {Range::kInteger, true, 7};
-    case DType::kU16: return {Range::kInteger, false, 16};
-    case DType::kI16: return {Range::kInteger, true, 15};
-    case DType::kU32: return {Range::kInteger, false, 32};
-    case DType::kI32: return {Range::kInteger, true, 31};
-    case DType::kU64: return {Range::kInteger, false, 64};
-    case DType::kI64: return {Range::kInteger, true, 63};
-    case DType::kF8E5M2: return {Range::kFloat, true, 3, 16, -16, true};
-    case DType::kF8E4M3: return {Range::kFloat, true, 4, 9, -9, false};
-    case DType::kF8E8M0: return {Range::kFloat, false, 1, 128, -127, false};
-    case DType::kF16: return {Range::kFloat, true, 11, 16, -24, true};
-    case DType::kBF16: return {Range::kFloat, true, 8, 128, -133, true};
-    case DType::kF32: return {Range::kFloat, true, 24, 128, -149, true};
-    case DType::kF64: return {Range::kFloat, true, 53, 1024, -1074, true};
+    case DType::kBool:
+      return {Range::kInteger, false, 1};
+    case DType::kU8:
+      return {Range::kInteger, false, 8};
+    case DType::kI8:
+      return {Range::kInteger, true, 7};
+    case DType::kU16:
+      return {Range::kInteger, false, 16};
+    case DType::kI16:
+      return {Range::kInteger, true, 15};
+    case DType::kU32:
+      return {Range::kInteger, false, 32};
+    case DType::kI32:
+      return {Range::kInteger, true, 31};
+    case DType::kU64:
+      return {Range::kInteger, false, 64};
+    case DType::kI64:
+      return {Range::kInteger, true, 63};
+    case DType::kF8E5M2:
+      return {Range::kFloat, true, 3, 16, -16, true};
+    case DType::kF8E4M3:
+      return {Range::kFloat, true, 4, 9, -9, false};
+    case DType::kF8E8M0:
+      return {Range::kFloat, false, 1, 128, -127, false};
+    case DType::kF16:
+      return {Range::kFloat, true, 11, 16, -24, true};
+    case DType::kBF16:
+      return {Range::kFloat, true, 8, 128, -133, true};
+    case DType::kF32:
+      return {Range::kFloat, true, 24, 128, -149, true};
+    case DType::kF64:
+      return {Range::kFloat, true, 53, 1024, -1074, true};
     case DType::kC64:
-    case DType::kF4: return {};
+    case DType::kF4:
+      return {};
   }
   return {};
 }
@@ -207,8 +247,10 @@ bool is_lossless(DType from, DType to) {
   if (a.kind == Range::kOther || b.kind == Range::kOther) return false;
   if (a.negative && !b.negative) return false;
   if (b.kind == Range::kInteger) return a.kind == Range::kInteger && a.precision <= b.precision;
-  // An integer of n value bits needs n bits of significand and an exponent up to n; every zero and one is there.
-  if (a.kind == Range::kInteger) return to != DType::kF8E8M0 && a.precision <= b.precision && a.precision <= b.max_exponent;
+  // An integer of n value bits needs n bits of significand and an exponent up to n; every zero and one is
+  // there.
+  if (a.kind == Range::kInteger)
+    return to != DType::kF8E8M0 && a.precision <= b.precision && a.precision <= b.max_exponent;
   return a.precision <= b.precision && a.max_exponent <= b.max_exponent && a.min_exponent >= b.min_exponent &&
          (!a.infinity || b.infinity);
 }

@@ -1,4 +1,5 @@
-// Conversions are compared with PyTorch exhaustively by tests/torch/test_conversions.py; this file pins the corners.
+// Conversions are compared with PyTorch exhaustively by tests/torch/test_conversions.py; this file pins the
+// corners.
 #include "tensor/convert.h"
 
 #include <cmath>
@@ -18,7 +19,8 @@ namespace {
 template <typename To, typename From>
 To converted(DType from, DType to, From value) {
   To result{};
-  convert_kernel(from, to)(reinterpret_cast<const std::byte*>(&value), sizeof value, reinterpret_cast<std::byte*>(&result), sizeof result, 1);
+  convert_kernel(from, to)(reinterpret_cast<const std::byte*>(&value), sizeof value,
+                           reinterpret_cast<std::byte*>(&result), sizeof result, 1);
   return result;
 }
 
@@ -70,25 +72,33 @@ TEST(Convert, NarrowFormatsRoundTrip) {
   }
 }
 
-// Goal: a run's vectorised part and its rest agree bit for bit, NaN payloads included: where a run is cut must not show.
+// Goal: a run's vectorised part and its rest agree bit for bit, NaN payloads included: where a run is cut
+// must not show.
 TEST(Convert, VectorisedPrefixesEqualThePortableKernel) {
-  const std::pair<DType, DType> pairs[] = {{DType::kF32, DType::kBF16}, {DType::kBF16, DType::kF32}, {DType::kF16, DType::kF32}, {DType::kF32, DType::kF16}};
+  const std::pair<DType, DType> pairs[] = {{DType::kF32, DType::kBF16},
+                                           {DType::kBF16, DType::kF32},
+                                           {DType::kF16, DType::kF32},
+                                           {DType::kF32, DType::kF16}};
   for (const auto& [from, to] : pairs) {
-    const auto from_bytes = static_cast<std::int64_t>(dtype_bits(from) / 8), to_bytes = static_cast<std::int64_t>(dtype_bits(to) / 8);
+    const auto from_bytes = static_cast<std::int64_t>(dtype_bits(from) / 8),
+               to_bytes = static_cast<std::int64_t>(dtype_bits(to) / 8);
     const std::int64_t count = 1 << 16;
     std::vector<std::byte> source(static_cast<std::size_t>(count * from_bytes) + 1);
     for (std::int64_t i = 0; i < count; ++i) {
       const auto bits = static_cast<std::uint32_t>(i);
       const std::uint32_t spread = (bits << 16) | ((bits * 40503u) & 0xFFFFu);
-      std::memcpy(&source[static_cast<std::size_t>(1 + i * from_bytes)], from_bytes == 4 ? &spread : &bits, static_cast<std::size_t>(from_bytes));
+      std::memcpy(&source[static_cast<std::size_t>(1 + i * from_bytes)], from_bytes == 4 ? &spread : &bits,
+                  static_cast<std::size_t>(from_bytes));
     }
     std::vector<std::byte> together(static_cast<std::size_t>(count * to_bytes)), alone(together.size());
     const ConvertKernel kernel = convert_kernel(from, to);
     kernel(source.data() + 1, from_bytes, together.data(), to_bytes, count);
-    for (std::int64_t i = 0; i < count; ++i) kernel(source.data() + 1 + i * from_bytes, from_bytes, alone.data() + i * to_bytes, to_bytes, 1);
+    for (std::int64_t i = 0; i < count; ++i)
+      kernel(source.data() + 1 + i * from_bytes, from_bytes, alone.data() + i * to_bytes, to_bytes, 1);
     for (std::int64_t i = 0; i < count; ++i) {
       const auto at = static_cast<std::size_t>(i * to_bytes);
-      ASSERT_EQ(std::memcmp(&together[at], &alone[at], static_cast<std::size_t>(to_bytes)), 0) << dtype_name(from) << " " << i;
+      ASSERT_EQ(std::memcmp(&together[at], &alone[at], static_cast<std::size_t>(to_bytes)), 0)
+          << dtype_name(from) << " " << i;
     }
   }
 }
@@ -99,7 +109,8 @@ TEST(Convert, IntegersTruncateAndNeverTrap) {
   EXPECT_EQ((converted<std::uint8_t>(DType::kF32, DType::kU8, 300.7f)), 44) << "wraps like an integer";
   EXPECT_EQ((converted<std::uint64_t>(DType::kF64, DType::kU64, 1e19)), 10000000000000000000u);
   for (const float value : {kNan, kInfinity, -kInfinity, 1e30f}) {
-    EXPECT_EQ((converted<std::int64_t>(DType::kF32, DType::kI64, value)), std::numeric_limits<std::int64_t>::min());
+    EXPECT_EQ((converted<std::int64_t>(DType::kF32, DType::kI64, value)),
+              std::numeric_limits<std::int64_t>::min());
     EXPECT_EQ((converted<std::uint8_t>(DType::kF32, DType::kU8, value)), 0);
   }
   EXPECT_EQ((converted<std::uint8_t>(DType::kF32, DType::kBool, kNan)), 1);
@@ -126,8 +137,10 @@ TEST(Convert, LosslessPairs) {
   const auto add = [&](D from, std::initializer_list<D> targets) {
     for (const D to : targets) expected.insert({from, to});
   };
-  add(D::kBool, {D::kU8, D::kI8, D::kI16, D::kU16, D::kI32, D::kU32, D::kI64, D::kU64, D::kF8E5M2, D::kF8E4M3, D::kF16, D::kBF16, D::kF32, D::kF64, D::kC64});
-  add(D::kU8, {D::kI16, D::kU16, D::kI32, D::kU32, D::kI64, D::kU64, D::kF16, D::kBF16, D::kF32, D::kF64, D::kC64});
+  add(D::kBool, {D::kU8, D::kI8, D::kI16, D::kU16, D::kI32, D::kU32, D::kI64, D::kU64, D::kF8E5M2, D::kF8E4M3,
+                 D::kF16, D::kBF16, D::kF32, D::kF64, D::kC64});
+  add(D::kU8,
+      {D::kI16, D::kU16, D::kI32, D::kU32, D::kI64, D::kU64, D::kF16, D::kBF16, D::kF32, D::kF64, D::kC64});
   add(D::kI8, {D::kI16, D::kI32, D::kI64, D::kF16, D::kBF16, D::kF32, D::kF64, D::kC64});
   add(D::kI16, {D::kI32, D::kI64, D::kF32, D::kF64, D::kC64});
   add(D::kU16, {D::kI32, D::kU32, D::kI64, D::kU64, D::kF32, D::kF64, D::kC64});
@@ -142,7 +155,8 @@ TEST(Convert, LosslessPairs) {
   for (std::uint8_t a = 1; dtype_valid(a); ++a) {
     for (std::uint8_t b = 1; dtype_valid(b); ++b) {
       const auto from = static_cast<D>(a), to = static_cast<D>(b);
-      EXPECT_EQ(is_lossless(from, to), from == to || expected.contains({from, to})) << dtype_name(from) << " -> " << dtype_name(to);
+      EXPECT_EQ(is_lossless(from, to), from == to || expected.contains({from, to}))
+          << dtype_name(from) << " -> " << dtype_name(to);
     }
   }
 }

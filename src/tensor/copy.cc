@@ -17,22 +17,23 @@
 namespace shardpull {
 namespace {
 
-// A slice that lies across the grain of a published tensor's strides takes many nests; more than this is no longer a copy
-// that anybody planned.
+// A slice that lies across the grain of a published tensor's strides takes many nests; more than this is no
+// longer a copy that anybody planned.
 constexpr std::size_t kMaxNests = 65'536;
 
 Status refused(std::string why, Reason reason = Reason::kBadArgument) {
   return Status(StatusCode::kInvalidArgument, std::move(why), {.reason = reason});
 }
 
-// One past the last element of a region with sizes > 0. Refused: a negative offset or stride, overflow, a region whose
-// elements lie on each other because a stride is 0.
+// One past the last element of a region with sizes > 0. Refused: a negative offset or stride, overflow, a
+// region whose elements lie on each other because a stride is 0.
 Result<std::int64_t> checked_end(const Region& region, std::string_view what, bool may_repeat) {
   std::int64_t last = region.offset;
   if (last < 0) return refused(fmt::format("{} starts at the negative offset {}", what, last));
   for (const Dim& dim : region.dims) {
     if (dim.stride < 0) return refused(fmt::format("{} has the negative stride {}", what, dim.stride));
-    if (dim.stride == 0 && dim.size > 1 && !may_repeat) return refused(fmt::format("{} overlaps itself", what));
+    if (dim.stride == 0 && dim.size > 1 && !may_repeat)
+      return refused(fmt::format("{} overlaps itself", what));
     const auto reach = checked_mul<std::int64_t>(dim.size - 1, dim.stride);
     const auto sum = reach ? checked_add<std::int64_t>(last, *reach) : std::nullopt;
     if (!sum) return refused(fmt::format("{} reaches further than 64 bits can count", what), Reason::kLimit);
@@ -55,20 +56,23 @@ CopyNest make_nest(const AffinePiece& piece, std::int64_t src_unit, std::int64_t
   nest.src_offset = piece.offset[0] * src_unit;
   nest.dst_offset = piece.offset[1] * dst_unit;
   std::vector<CopyLoop> loops;
-  for (const Loop& loop : piece.loops) loops.push_back({loop.size, loop.step[0] * src_unit, loop.step[1] * dst_unit});
+  for (const Loop& loop : piece.loops)
+    loops.push_back({loop.size, loop.step[0] * src_unit, loop.step[1] * dst_unit});
   std::sort(loops.begin(), loops.end(), [](const CopyLoop& a, const CopyLoop& b) {
     return std::tie(a.dst_stride, a.src_stride, a.size) > std::tie(b.dst_stride, b.src_stride, b.size);
   });
   for (const CopyLoop& loop : loops) {
     CopyLoop* const outer = nest.loops.empty() ? nullptr : &nest.loops.back();
-    if (outer != nullptr && outer->src_stride == loop.size * loop.src_stride && outer->dst_stride == loop.size * loop.dst_stride) {
+    if (outer != nullptr && outer->src_stride == loop.size * loop.src_stride &&
+        outer->dst_stride == loop.size * loop.dst_stride) {
       *outer = {outer->size * loop.size, loop.src_stride, loop.dst_stride};
     } else {
       nest.loops.push_back(loop);
     }
   }
   nest.run_elements = 1;
-  if (!nest.loops.empty() && nest.loops.back().src_stride == src_unit && nest.loops.back().dst_stride == dst_unit) {
+  if (!nest.loops.empty() && nest.loops.back().src_stride == src_unit &&
+      nest.loops.back().dst_stride == dst_unit) {
     nest.run_elements = nest.loops.back().size;
     nest.loops.pop_back();
   }
@@ -81,21 +85,29 @@ std::uint64_t nest_elements(const CopyNest& nest) {
   return elements;
 }
 
-std::int64_t unit_bytes(DType dtype) { return dtype_bits(dtype) / 8; }
+std::int64_t unit_bytes(DType dtype) {
+  return dtype_bits(dtype) / 8;
+}
 
 }  // namespace
 
-SourceLayout SourceLayout::contiguous(DType dtype, std::int64_t numel) { return {dtype, {numel}, {1}}; }
+SourceLayout SourceLayout::contiguous(DType dtype, std::int64_t numel) {
+  return {dtype, {numel}, {1}};
+}
 
-Region contiguous_region(std::int64_t numel, std::int64_t offset) { return {offset, {{numel, 1}}}; }
+Region contiguous_region(std::int64_t numel, std::int64_t offset) {
+  return {offset, {{numel, 1}}};
+}
 
-Result<CopyProgram> compile_copy(const Slice& src, const SourceLayout& layout, DType wire, const Region& dst, DType dst_dtype,
-                                 bool raw) {
+Result<CopyProgram> compile_copy(const Slice& src, const SourceLayout& layout, DType wire, const Region& dst,
+                                 DType dst_dtype, bool raw) {
   const bool converts = !raw && wire != dst_dtype;
   if (converts && convert_kernel(wire, dst_dtype) == nullptr) {
-    return refused(fmt::format("{} cannot be converted to {}", dtype_name(wire), dtype_name(dst_dtype)), Reason::kUnsupportedOp);
+    return refused(fmt::format("{} cannot be converted to {}", dtype_name(wire), dtype_name(dst_dtype)),
+                   Reason::kUnsupportedOp);
   }
-  if (layout.stride.size() != layout.shape.size()) return refused("the layout's shape and stride have different numbers of dims");
+  if (layout.stride.size() != layout.shape.size())
+    return refused("the layout's shape and stride have different numbers of dims");
   SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t available, checked_numel(layout.dtype, layout.shape));
   SHARDPULL_RETURN_IF_ERROR(check_slice(src, wire, layout.dtype, available));
 
@@ -109,7 +121,8 @@ Result<CopyProgram> compile_copy(const Slice& src, const SourceLayout& layout, D
   }
   const std::uint64_t expected = raw ? wire_bytes : static_cast<std::uint64_t>(numel);
   if (static_cast<std::uint64_t>(dst_numel) != expected) {
-    return refused(fmt::format("the source has {} {}, the destination {}", expected, raw ? "bytes" : "elements", dst_numel));
+    return refused(fmt::format("the source has {} {}, the destination {}", expected,
+                               raw ? "bytes" : "elements", dst_numel));
   }
   CopyProgram program;
   if (converts) {
@@ -123,7 +136,8 @@ Result<CopyProgram> compile_copy(const Slice& src, const SourceLayout& layout, D
   const std::int64_t src_unit = unit_bits / 8;
   const std::int64_t dst_unit = converts ? unit_bytes(dst_dtype) : 1;
   Region memory;
-  for (std::size_t i = 0; i < layout.shape.size(); ++i) memory.dims.push_back({layout.shape[i], layout.stride[i]});
+  for (std::size_t i = 0; i < layout.shape.size(); ++i)
+    memory.dims.push_back({layout.shape[i], layout.stride[i]});
   SHARDPULL_RETURN_IF_ERROR(checked_end(memory, "the published tensor", true).status());
   SHARDPULL_RETURN_IF_ERROR(checked_end(dst, "the destination", false).status());
   SHARDPULL_ASSIGN_OR_RETURN(memory, in_units(memory, dtype_bits(layout.dtype), unit_bits));
@@ -135,7 +149,8 @@ Result<CopyProgram> compile_copy(const Slice& src, const SourceLayout& layout, D
   SHARDPULL_RETURN_IF_ERROR(checked_end(memory, "the published tensor", true).status());
   SHARDPULL_RETURN_IF_ERROR(checked_end(target, "the destination", false).status());
 
-  const Layout layouts[kMaxLayouts] = {Layout(memory.dims, memory.offset), Layout(target.dims, target.offset)};
+  const Layout layouts[kMaxLayouts] = {Layout(memory.dims, memory.offset),
+                                       Layout(target.dims, target.offset)};
   std::vector<AffinePiece> pieces;
   std::int64_t position = 0;  // of the current region's first unit in the enumeration
   for (const Region& region : elements.regions) {
@@ -163,7 +178,8 @@ Result<CopyProgram> compile_copy(const Slice& src, const SourceLayout& layout, D
     program.src_end = std::max(program.src_end, src_last);
     program.dst_end = std::max(program.dst_end, dst_last);
   }
-  program.bytes = converts ? static_cast<std::uint64_t>(numel) * static_cast<std::uint64_t>(dst_unit) : wire_bytes;
+  program.bytes =
+      converts ? static_cast<std::uint64_t>(numel) * static_cast<std::uint64_t>(dst_unit) : wire_bytes;
   return program;
 }
 
@@ -171,13 +187,15 @@ void run(const CopyProgram& program, const std::byte* src, std::byte* dst) {
   if (program.from != program.to) {
     const ConvertKernel kernel = convert_kernel(program.from, program.to);
     for (const CopyNest& nest : program.nests) {
-      convert_nest(nest, kernel, unit_bytes(program.from), unit_bytes(program.to), src + nest.src_offset, dst + nest.dst_offset);
+      convert_nest(nest, kernel, unit_bytes(program.from), unit_bytes(program.to), src + nest.src_offset,
+                   dst + nest.dst_offset);
     }
     return;
   }
   // Streaming stores pay only when the destination will not be in the cache anyway.
   const bool streaming = program.bytes >= kStreamingProgramBytes;
-  for (const CopyNest& nest : program.nests) copy_nest(nest, src + nest.src_offset, dst + nest.dst_offset, streaming);
+  for (const CopyNest& nest : program.nests)
+    copy_nest(nest, src + nest.src_offset, dst + nest.dst_offset, streaming);
   if (streaming) end_streaming();
 }
 
@@ -185,8 +203,10 @@ std::vector<CopyProgram> split(const CopyProgram& program, std::size_t max_parts
   const auto src_unit = unit_bytes(program.from), dst_unit = unit_bytes(program.to);
   std::uint64_t elements = 0;
   for (const CopyNest& nest : program.nests) elements += nest_elements(nest);
-  const std::uint64_t min_elements = std::max<std::uint64_t>(1, ceil_div(min_bytes, static_cast<std::uint64_t>(dst_unit)));
-  const std::uint64_t parts = std::clamp<std::uint64_t>(elements / min_elements, 1, std::max<std::size_t>(max_parts, 1));
+  const std::uint64_t min_elements =
+      std::max<std::uint64_t>(1, ceil_div(min_bytes, static_cast<std::uint64_t>(dst_unit)));
+  const std::uint64_t parts =
+      std::clamp<std::uint64_t>(elements / min_elements, 1, std::max<std::size_t>(max_parts, 1));
   if (parts == 1) return {program};
 
   std::vector<CopyProgram> result(1);
@@ -209,7 +229,8 @@ std::vector<CopyProgram> split(const CopyProgram& program, std::size_t max_parts
       CopyNest head = nest;
       if (nest.loops.empty()) {
         constexpr std::int64_t kCutAlignment = 64;  // a cache line of bytes
-        const std::int64_t cut = std::max<std::int64_t>(static_cast<std::int64_t>(room) / kCutAlignment * kCutAlignment, 1);
+        const std::int64_t cut =
+            std::max<std::int64_t>(static_cast<std::int64_t>(room) / kCutAlignment * kCutAlignment, 1);
         head.run_elements = cut;
         nest.run_elements -= cut;
         nest.src_offset += cut * src_unit;
@@ -235,7 +256,8 @@ std::vector<CopyProgram> split(const CopyProgram& program, std::size_t max_parts
     part.to = program.to;
     part.src_end = program.src_end;
     part.dst_end = program.dst_end;
-    for (const CopyNest& nest : part.nests) part.bytes += nest_elements(nest) * static_cast<std::uint64_t>(dst_unit);
+    for (const CopyNest& nest : part.nests)
+      part.bytes += nest_elements(nest) * static_cast<std::uint64_t>(dst_unit);
   }
   return result;
 }

@@ -21,14 +21,18 @@ struct RunCopies {
   RunCopy streaming;
 };
 
-void copy_run_portable(std::byte* dst, const std::byte* src, std::size_t bytes) { std::memcpy(dst, src, bytes); }
+void copy_run_portable(std::byte* dst, const std::byte* src, std::size_t bytes) {
+  std::memcpy(dst, src, bytes);
+}
 
 #if defined(__x86_64__)
 // From here on memcpy is as good as a plain loop, and better where the processor moves strings well.
 constexpr std::size_t kPlainLoopBytes = 64u << 10;
 
 // The number of bytes up to the next multiple of 64.
-std::size_t to_line(const std::byte* address) { return (64 - (reinterpret_cast<std::uintptr_t>(address) & 63)) & 63; }
+std::size_t to_line(const std::byte* address) {
+  return (64 - (reinterpret_cast<std::uintptr_t>(address) & 63)) & 63;
+}
 
 __attribute__((target("avx2"))) void copy_line_avx2(std::byte* dst, const std::byte* src) {
   const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src));
@@ -38,7 +42,8 @@ __attribute__((target("avx2"))) void copy_line_avx2(std::byte* dst, const std::b
 }
 
 // The last line overlaps what was written before it, instead of a loop over the rest.
-__attribute__((target("avx2"))) void copy_cached_avx2(std::byte* dst, const std::byte* src, std::size_t bytes) {
+__attribute__((target("avx2"))) void copy_cached_avx2(std::byte* dst, const std::byte* src,
+                                                      std::size_t bytes) {
   if (bytes >= kPlainLoopBytes) return copy_run_portable(dst, src, bytes);
   const std::size_t last = bytes - 64;
   for (std::size_t i = 0; i < last; i += 64) copy_line_avx2(dst + i, src + i);
@@ -46,7 +51,8 @@ __attribute__((target("avx2"))) void copy_cached_avx2(std::byte* dst, const std:
 }
 
 // Whole destination lines by streaming stores; the ends by plain ones.
-__attribute__((target("avx2"))) void copy_streaming_avx2(std::byte* dst, const std::byte* src, std::size_t bytes) {
+__attribute__((target("avx2"))) void copy_streaming_avx2(std::byte* dst, const std::byte* src,
+                                                         std::size_t bytes) {
   std::size_t i = to_line(dst);
   if (i > 0) copy_line_avx2(dst, src);
   for (; i + 64 <= bytes; i += 64) {
@@ -58,17 +64,20 @@ __attribute__((target("avx2"))) void copy_streaming_avx2(std::byte* dst, const s
   std::memcpy(dst + i, src + i, bytes - i);
 }
 
-__attribute__((target("avx512f"))) void copy_cached_avx512(std::byte* dst, const std::byte* src, std::size_t bytes) {
+__attribute__((target("avx512f"))) void copy_cached_avx512(std::byte* dst, const std::byte* src,
+                                                           std::size_t bytes) {
   if (bytes >= kPlainLoopBytes) return copy_run_portable(dst, src, bytes);
   const std::size_t last = bytes - 64;
   for (std::size_t i = 0; i < last; i += 64) _mm512_storeu_si512(dst + i, _mm512_loadu_si512(src + i));
   _mm512_storeu_si512(dst + last, _mm512_loadu_si512(src + last));
 }
 
-__attribute__((target("avx512f"))) void copy_streaming_avx512(std::byte* dst, const std::byte* src, std::size_t bytes) {
+__attribute__((target("avx512f"))) void copy_streaming_avx512(std::byte* dst, const std::byte* src,
+                                                              std::size_t bytes) {
   std::size_t i = to_line(dst);
   if (i > 0) _mm512_storeu_si512(dst, _mm512_loadu_si512(src));
-  for (; i + 64 <= bytes; i += 64) _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i), _mm512_loadu_si512(src + i));
+  for (; i + 64 <= bytes; i += 64)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i), _mm512_loadu_si512(src + i));
   std::memcpy(dst + i, src + i, bytes - i);
 }
 #endif
@@ -88,14 +97,15 @@ const RunCopies& run_copies() {
 
 // Copies `rows` runs of exactly kBytes: the compiler turns each into one or two moves.
 template <std::size_t kBytes>
-void copy_short_rows(const std::byte* src, std::int64_t src_stride, std::byte* dst, std::int64_t dst_stride, std::int64_t rows) {
+void copy_short_rows(const std::byte* src, std::int64_t src_stride, std::byte* dst, std::int64_t dst_stride,
+                     std::int64_t rows) {
   for (std::int64_t i = 0; i < rows; ++i) std::memcpy(dst + i * dst_stride, src + i * src_stride, kBytes);
 }
 
 // Runs of 17 to 64 bytes, any number: two overlapping halves of a fixed size.
 template <std::size_t kHalf>
-void copy_medium_rows(const std::byte* src, std::int64_t src_stride, std::byte* dst, std::int64_t dst_stride, std::int64_t rows,
-                      std::size_t bytes) {
+void copy_medium_rows(const std::byte* src, std::int64_t src_stride, std::byte* dst, std::int64_t dst_stride,
+                      std::int64_t rows, std::size_t bytes) {
   const std::size_t second = bytes - kHalf;
   for (std::int64_t i = 0; i < rows; ++i) {
     const std::byte* const from = src + i * src_stride;
@@ -108,19 +118,28 @@ void copy_medium_rows(const std::byte* src, std::int64_t src_stride, std::byte* 
   }
 }
 
-void copy_rows(const std::byte* src, std::int64_t src_stride, std::byte* dst, std::int64_t dst_stride, std::int64_t rows,
-               std::int64_t run, bool streaming) {
+void copy_rows(const std::byte* src, std::int64_t src_stride, std::byte* dst, std::int64_t dst_stride,
+               std::int64_t rows, std::int64_t run, bool streaming) {
   const auto bytes = static_cast<std::size_t>(run);
   switch (bytes) {
-    case 1: return copy_short_rows<1>(src, src_stride, dst, dst_stride, rows);
-    case 2: return copy_short_rows<2>(src, src_stride, dst, dst_stride, rows);
-    case 4: return copy_short_rows<4>(src, src_stride, dst, dst_stride, rows);
-    case 8: return copy_short_rows<8>(src, src_stride, dst, dst_stride, rows);
-    case 16: return copy_short_rows<16>(src, src_stride, dst, dst_stride, rows);
-    case 32: return copy_short_rows<32>(src, src_stride, dst, dst_stride, rows);
-    case 64: return copy_short_rows<64>(src, src_stride, dst, dst_stride, rows);
-    case 128: return copy_short_rows<128>(src, src_stride, dst, dst_stride, rows);
-    default: break;
+    case 1:
+      return copy_short_rows<1>(src, src_stride, dst, dst_stride, rows);
+    case 2:
+      return copy_short_rows<2>(src, src_stride, dst, dst_stride, rows);
+    case 4:
+      return copy_short_rows<4>(src, src_stride, dst, dst_stride, rows);
+    case 8:
+      return copy_short_rows<8>(src, src_stride, dst, dst_stride, rows);
+    case 16:
+      return copy_short_rows<16>(src, src_stride, dst, dst_stride, rows);
+    case 32:
+      return copy_short_rows<32>(src, src_stride, dst, dst_stride, rows);
+    case 64:
+      return copy_short_rows<64>(src, src_stride, dst, dst_stride, rows);
+    case 128:
+      return copy_short_rows<128>(src, src_stride, dst, dst_stride, rows);
+    default:
+      break;
   }
   if (bytes > 64) {
     const RunCopies& copies = run_copies();
@@ -139,15 +158,16 @@ void copy_rows(const std::byte* src, std::int64_t src_stride, std::byte* dst, st
   }
 }
 
-// Whether the two innermost loops of a nest walk the source across its grain: the inner one steps over the source's cache lines,
-// and only the loop around it would use them whole.
+// Whether the two innermost loops of a nest walk the source across its grain: the inner one steps over the
+// source's cache lines, and only the loop around it would use them whole.
 bool transposes(const CopyLoop& outer, const CopyLoop& inner, std::int64_t run) {
-  return run <= 8 && (run & (run - 1)) == 0 && outer.src_stride < inner.src_stride && outer.dst_stride > inner.dst_stride &&
-         outer.src_stride < 64;
+  return run <= 8 && (run & (run - 1)) == 0 && outer.src_stride < inner.src_stride &&
+         outer.dst_stride > inner.dst_stride && outer.src_stride < 64;
 }
 
-// Copies a two-dimensional nest of kBytes elements through a tile that holds one cache line a row: every line of the source is
-// read whole and every line of the destination written whole, however the strides alias in the caches.
+// Copies a two-dimensional nest of kBytes elements through a tile that holds one cache line a row: every line
+// of the source is read whole and every line of the destination written whole, however the strides alias in
+// the caches.
 template <std::size_t kBytes>
 void copy_transposed(const CopyLoop& outer, const CopyLoop& inner, const std::byte* src, std::byte* dst) {
   constexpr std::int64_t kTile = 64 / static_cast<std::int64_t>(kBytes);
@@ -166,34 +186,43 @@ void copy_transposed(const CopyLoop& outer, const CopyLoop& inner, const std::by
         if (outer.src_stride == kElement) {
           std::memcpy(row, line, static_cast<std::size_t>(outers) * kBytes);
         } else {
-          for (std::int64_t a = 0; a < outers; ++a) std::memcpy(row + a * kElement, line + a * outer.src_stride, kBytes);
+          for (std::int64_t a = 0; a < outers; ++a)
+            std::memcpy(row + a * kElement, line + a * outer.src_stride, kBytes);
         }
       }
       for (std::int64_t a = 0; a < outers; ++a) {
         const std::byte* const column = tile + a * kElement;
         std::byte* const line = to + a * outer.dst_stride;
         if (inner.dst_stride == kElement) {
-          for (std::int64_t b = 0; b < inners; ++b) std::memcpy(line + b * kElement, column + static_cast<std::size_t>(b) * kRow, kBytes);
+          for (std::int64_t b = 0; b < inners; ++b)
+            std::memcpy(line + b * kElement, column + static_cast<std::size_t>(b) * kRow, kBytes);
         } else {
-          for (std::int64_t b = 0; b < inners; ++b) std::memcpy(line + b * inner.dst_stride, column + static_cast<std::size_t>(b) * kRow, kBytes);
+          for (std::int64_t b = 0; b < inners; ++b)
+            std::memcpy(line + b * inner.dst_stride, column + static_cast<std::size_t>(b) * kRow, kBytes);
         }
       }
     }
   }
 }
 
-void copy_transposed(const CopyLoop& outer, const CopyLoop& inner, const std::byte* src, std::byte* dst, std::int64_t run) {
+void copy_transposed(const CopyLoop& outer, const CopyLoop& inner, const std::byte* src, std::byte* dst,
+                     std::int64_t run) {
   switch (run) {
-    case 1: return copy_transposed<1>(outer, inner, src, dst);
-    case 2: return copy_transposed<2>(outer, inner, src, dst);
-    case 4: return copy_transposed<4>(outer, inner, src, dst);
-    default: return copy_transposed<8>(outer, inner, src, dst);
+    case 1:
+      return copy_transposed<1>(outer, inner, src, dst);
+    case 2:
+      return copy_transposed<2>(outer, inner, src, dst);
+    case 4:
+      return copy_transposed<4>(outer, inner, src, dst);
+    default:
+      return copy_transposed<8>(outer, inner, src, dst);
   }
 }
 
 // Calls visit(src, dst) for every iteration of loops[first..last), outermost first.
 template <typename Visit>
-void for_each(const CopyLoop* first, const CopyLoop* last, const std::byte* src, std::byte* dst, const Visit& visit) {
+void for_each(const CopyLoop* first, const CopyLoop* last, const std::byte* src, std::byte* dst,
+              const Visit& visit) {
   if (first == last) {
     visit(src, dst);
     return;
@@ -225,8 +254,8 @@ void copy_nest(const CopyNest& nest, const std::byte* src, std::byte* dst, bool 
   });
 }
 
-void convert_nest(const CopyNest& nest, ConvertKernel kernel, std::int64_t src_unit, std::int64_t dst_unit, const std::byte* src,
-                  std::byte* dst) {
+void convert_nest(const CopyNest& nest, ConvertKernel kernel, std::int64_t src_unit, std::int64_t dst_unit,
+                  const std::byte* src, std::byte* dst) {
   const CopyLoop* const first = nest.loops.data();
   const CopyLoop* const last = first + nest.loops.size();
   if (nest.run_elements > 1 || first == last) {

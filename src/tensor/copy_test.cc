@@ -20,24 +20,28 @@
 namespace shardpull {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::enumerate;
+using ::testing::HasSubstr;
 using Bytes = std::vector<std::byte>;
 using Sizes = std::vector<std::int64_t>;
 
 constexpr std::byte kCanary{0xCD};
 
-std::byte source_byte(std::int64_t position) { return static_cast<std::byte>((position * 167 + (position >> 8) * 59 + 13) & 0xFF); }
+std::byte source_byte(std::int64_t position) {
+  return static_cast<std::byte>((position * 167 + (position >> 8) * 59 + 13) & 0xFF);
+}
 
 // Memory of exactly `size` bytes, at an odd address, with guards that a sanitizer or check() sees.
 class Buffer {
  public:
-  explicit Buffer(std::int64_t size) : bytes_(static_cast<std::size_t>(size) + 1 + kGuard, kCanary), size_(size) {}
+  explicit Buffer(std::int64_t size)
+      : bytes_(static_cast<std::size_t>(size) + 1 + kGuard, kCanary), size_(size) {}
   std::byte* data() { return bytes_.data() + 1; }
   const std::byte* data() const { return bytes_.data() + 1; }
   std::byte at(std::int64_t i) const { return data()[i]; }
   bool guards_intact() const {
-    return bytes_[0] == kCanary && std::all_of(bytes_.begin() + 1 + size_, bytes_.end(), [](std::byte b) { return b == kCanary; });
+    return bytes_[0] == kCanary &&
+           std::all_of(bytes_.begin() + 1 + size_, bytes_.end(), [](std::byte b) { return b == kCanary; });
   }
 
  private:
@@ -49,13 +53,14 @@ class Buffer {
 // Memory address (in elements) of each logical element of a layout, in order.
 Sizes layout_addresses(const SourceLayout& layout) {
   Region region;
-  for (std::size_t i = 0; i < layout.shape.size(); ++i) region.dims.push_back({layout.shape[i], layout.stride[i]});
+  for (std::size_t i = 0; i < layout.shape.size(); ++i)
+    region.dims.push_back({layout.shape[i], layout.stride[i]});
   return enumerate(Slice{{region}});
 }
 
 struct Case {
   SourceLayout layout;
-  Slice slice;       // in wire elements
+  Slice slice;  // in wire elements
   DType wire;
   Region destination;
   DType destination_dtype;
@@ -66,7 +71,8 @@ DType unsigned_of(std::int64_t bytes) {
   return bytes == 1 ? DType::kU8 : bytes == 2 ? DType::kBF16 : bytes == 4 ? DType::kF32 : DType::kI64;
 }
 
-// A layout, a slice of it and a destination whose elements do not lie on each other, of up to three dims each, with gaps.
+// A layout, a slice of it and a destination whose elements do not lie on each other, of up to three dims
+// each, with gaps.
 Case random_case() {
   const std::int64_t published = std::int64_t{1} << *rc::gen::inRange(0, 4);
   const std::int64_t wire = std::int64_t{1} << *rc::gen::inRange(0, 4);
@@ -130,8 +136,8 @@ Case random_case() {
   return result;
 }
 
-// Goal: every byte lands where an independent walk over logical elements puts it, every other byte stays, and no byte outside
-// [0, src_end) and [0, dst_end) is touched. Also when the program is split among threads.
+// Goal: every byte lands where an independent walk over logical elements puts it, every other byte stays, and
+// no byte outside [0, src_end) and [0, dst_end) is touched. Also when the program is split among threads.
 RC_GTEST_PROP(Copy, MovesExactlyTheElements, ()) {
   const Case c = random_case();
   const auto program = compile_copy(c.slice, c.layout, c.wire, c.destination, c.destination_dtype);
@@ -142,12 +148,14 @@ RC_GTEST_PROP(Copy, MovesExactlyTheElements, ()) {
   const Sizes addresses = layout_addresses(c.layout);
   const Sizes elements = enumerate(c.slice), targets = enumerate(Slice{{c.destination}});
   RC_ASSERT(elements.size() == targets.size());
-  Buffer source(program->src_end), expected(program->dst_end), parts(program->dst_end), whole(program->dst_end);
+  Buffer source(program->src_end), expected(program->dst_end), parts(program->dst_end),
+      whole(program->dst_end);
   for (std::int64_t i = 0; i < program->src_end; ++i) source.data()[i] = source_byte(i);
   for (std::size_t i = 0; i < elements.size(); ++i) {
     for (std::int64_t b = 0; b < wire; ++b) {
       const std::int64_t logical = elements[i] * wire + b;  // byte of the row-major logical tensor
-      const std::int64_t at = addresses[static_cast<std::size_t>(logical / published)] * published + logical % published;
+      const std::int64_t at =
+          addresses[static_cast<std::size_t>(logical / published)] * published + logical % published;
       RC_ASSERT(at < program->src_end);
       RC_ASSERT(targets[i] * wire + b < program->dst_end);
       expected.data()[targets[i] * wire + b] = source_byte(at);
@@ -176,14 +184,16 @@ TEST(Copy, EveryRunLengthAndAlignment) {
       const std::int64_t src_pitch = run_bytes + 5, dst_pitch = run_bytes + 3;
       const Slice slice = canonicalise({{0, {{rows, src_pitch}, {run_bytes, 1}}}});
       const Region destination{0, {{rows, dst_pitch}, {run_bytes, 1}}};
-      const auto program = compile_copy(slice, SourceLayout::contiguous(DType::kU8, rows * src_pitch), DType::kU8, destination, DType::kU8);
+      const auto program = compile_copy(slice, SourceLayout::contiguous(DType::kU8, rows * src_pitch),
+                                        DType::kU8, destination, DType::kU8);
       ASSERT_TRUE(program.ok());
       Buffer source(rows * src_pitch), target(rows * dst_pitch);
       for (std::int64_t i = 0; i < rows * src_pitch; ++i) source.data()[i] = source_byte(i);
       run(*program, source.data(), target.data());
       for (std::int64_t i = 0; i < rows * dst_pitch; ++i) {
         const bool written = i % dst_pitch < run_bytes;
-        ASSERT_EQ(target.at(i), written ? source_byte(i / dst_pitch * src_pitch + i % dst_pitch) : kCanary) << run_bytes << " " << i;
+        ASSERT_EQ(target.at(i), written ? source_byte(i / dst_pitch * src_pitch + i % dst_pitch) : kCanary)
+            << run_bytes << " " << i;
       }
       ASSERT_TRUE(target.guards_intact());
     }
@@ -197,11 +207,13 @@ TEST(Copy, StreamingCopiesAtEveryAlignment) {
   for (std::size_t i = 0; i < source.size(); ++i) source[i] = source_byte(static_cast<std::int64_t>(i));
   for (std::size_t src = 0; src < 64; src += 7) {
     for (std::size_t dst = 0; dst < 64; ++dst) {
-      for (const std::size_t size : {std::size_t{0}, std::size_t{1}, std::size_t{63}, std::size_t{64}, std::size_t{200}, std::size_t{kSize}}) {
+      for (const std::size_t size : {std::size_t{0}, std::size_t{1}, std::size_t{63}, std::size_t{64},
+                                     std::size_t{200}, std::size_t{kSize}}) {
         std::fill(target.begin(), target.end(), kCanary);
         stream_copy(target.data() + 64 + dst, source.data() + src, size);
         end_streaming();
-        ASSERT_EQ(std::memcmp(target.data() + 64 + dst, source.data() + src, size), 0) << src << " " << dst << " " << size;
+        ASSERT_EQ(std::memcmp(target.data() + 64 + dst, source.data() + src, size), 0)
+            << src << " " << dst << " " << size;
         ASSERT_EQ(target[63 + dst], kCanary);
         ASSERT_EQ(target[64 + dst + size], kCanary);
       }
@@ -214,11 +226,15 @@ TEST(Copy, LargeProgramsStreamTheSameBytes) {
   Buffer source(rows * columns), target(rows * kept);
   for (std::int64_t i = 0; i < rows * columns; ++i) source.data()[i] = source_byte(i);
   const Slice slice = canonicalise({{17, {{rows, columns}, {kept, 1}}}});
-  const auto program = compile_copy(slice, SourceLayout::contiguous(DType::kU8, rows * columns), DType::kU8, contiguous_region(rows * kept), DType::kU8);
+  const auto program = compile_copy(slice, SourceLayout::contiguous(DType::kU8, rows * columns), DType::kU8,
+                                    contiguous_region(rows * kept), DType::kU8);
   ASSERT_TRUE(program.ok());
   ASSERT_GE(program->bytes, kStreamingProgramBytes);
   run(*program, source.data(), target.data());
-  for (std::int64_t r = 0; r < rows; ++r) ASSERT_EQ(std::memcmp(target.data() + r * kept, source.data() + 17 + r * columns, static_cast<std::size_t>(kept)), 0);
+  for (std::int64_t r = 0; r < rows; ++r)
+    ASSERT_EQ(std::memcmp(target.data() + r * kept, source.data() + 17 + r * columns,
+                          static_cast<std::size_t>(kept)),
+              0);
   EXPECT_TRUE(target.guards_intact());
 }
 
@@ -227,18 +243,23 @@ TEST(Copy, ProgramsAreMergedAsFarAsPossible) {
   const auto nests = [](std::vector<Region> slice, Sizes shape, Region destination) {
     std::int64_t numel = 1;
     for (const std::int64_t size : shape) numel *= size;
-    auto program = compile_copy(canonicalise(std::move(slice)), SourceLayout::contiguous(DType::kBF16, numel), DType::kBF16, destination, DType::kBF16);
+    auto program = compile_copy(canonicalise(std::move(slice)), SourceLayout::contiguous(DType::kBF16, numel),
+                                DType::kBF16, destination, DType::kBF16);
     EXPECT_TRUE(program.ok()) << program.status().to_string();
     return program->nests;
   };
   // Contiguous on both sides: one run.
-  EXPECT_EQ(nests({{4096, {{4096, 1}}}}, {128, 64}, {0, {{64, 64}, {64, 1}}}), (std::vector<CopyNest>{{8192, 0, {}, 8192}}));
+  EXPECT_EQ(nests({{4096, {{4096, 1}}}}, {128, 64}, {0, {{64, 64}, {64, 1}}}),
+            (std::vector<CopyNest>{{8192, 0, {}, 8192}}));
   // Rows out of a matrix into a packed slot.
-  EXPECT_EQ(nests({{32, {{128, 64}, {32, 1}}}}, {128, 64}, contiguous_region(128 * 32)), (std::vector<CopyNest>{{64, 0, {{128, 128, 64}}, 64}}));
+  EXPECT_EQ(nests({{32, {{128, 64}, {32, 1}}}}, {128, 64}, contiguous_region(128 * 32)),
+            (std::vector<CopyNest>{{64, 0, {{128, 128, 64}}, 64}}));
   // Out of a slot into columns of a parameter.
-  EXPECT_EQ(nests({{0, {{128 * 32, 1}}}}, {128 * 32}, {32, {{128, 64}, {32, 1}}}), (std::vector<CopyNest>{{0, 64, {{128, 64, 128}}, 64}}));
+  EXPECT_EQ(nests({{0, {{128 * 32, 1}}}}, {128 * 32}, {32, {{128, 64}, {32, 1}}}),
+            (std::vector<CopyNest>{{0, 64, {{128, 64, 128}}, 64}}));
   // Both strided, one copy.
-  EXPECT_EQ(nests({{32, {{128, 64}, {32, 1}}}}, {128, 64}, {16, {{128, 48}, {32, 1}}}), (std::vector<CopyNest>{{64, 32, {{128, 128, 96}}, 64}}));
+  EXPECT_EQ(nests({{32, {{128, 64}, {32, 1}}}}, {128, 64}, {16, {{128, 48}, {32, 1}}}),
+            (std::vector<CopyNest>{{64, 32, {{128, 128, 96}}, 64}}));
   // A region whose rows do not end where the destination's rows end: a few nests, not one per row.
   EXPECT_LE(nests({{0, {{3000, 5}, {4, 1}}}}, {3000, 5}, {0, {{4000, 7}, {3, 1}}}).size(), 12u);
 }
@@ -246,36 +267,44 @@ TEST(Copy, ProgramsAreMergedAsFarAsPossible) {
 // A column slice of a long tensor: a strided loop, fast, and no list of pieces.
 TEST(Copy, case_106_column_slice_of_a_long_tensor) {
   const std::int64_t rows = 200000;
-  std::vector<std::uint16_t> source(static_cast<std::size_t>(rows) * 8), target(static_cast<std::size_t>(rows) * 4);
+  std::vector<std::uint16_t> source(static_cast<std::size_t>(rows) * 8),
+      target(static_cast<std::size_t>(rows) * 4);
   for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::uint16_t>(i * 31);
-  const auto program = compile_copy(canonicalise({{0, {{rows, 8}, {4, 1}}}}), SourceLayout{DType::kBF16, {rows, 8}, {8, 1}}, DType::kBF16,
-                                    contiguous_region(rows * 4), DType::kBF16);
+  const auto program =
+      compile_copy(canonicalise({{0, {{rows, 8}, {4, 1}}}}), SourceLayout{DType::kBF16, {rows, 8}, {8, 1}},
+                   DType::kBF16, contiguous_region(rows * 4), DType::kBF16);
   ASSERT_TRUE(program.ok());
   EXPECT_EQ(program->nests.size(), 1u);
   EXPECT_EQ(program->bytes, 1'600'000u);
-  run(*program, reinterpret_cast<const std::byte*>(source.data()), reinterpret_cast<std::byte*>(target.data()));
+  run(*program, reinterpret_cast<const std::byte*>(source.data()),
+      reinterpret_cast<std::byte*>(target.data()));
   for (std::size_t i = 0; i < target.size(); ++i) ASSERT_EQ(target[i], source[i / 4 * 8 + i % 4]);
 }
 
 // Goal: a transpose is tiled and right, also where the tiles do not come out even.
 TEST(Copy, TransposesAreTiled) {
-  for (const auto& [rows, columns] : {std::pair<std::int64_t, std::int64_t>{100, 77}, {64, 64}, {1, 50}, {50, 1}, {33, 31}}) {
+  for (const auto& [rows, columns] :
+       {std::pair<std::int64_t, std::int64_t>{100, 77}, {64, 64}, {1, 50}, {50, 1}, {33, 31}}) {
     std::vector<std::uint16_t> source(static_cast<std::size_t>(rows * columns)), target(source.size());
     std::iota(source.begin(), source.end(), std::uint16_t{1});
-    const auto program = compile_copy(Slice::whole(rows * columns), SourceLayout::contiguous(DType::kF16, rows * columns), DType::kF16,
-                                      Region{0, {{rows, 1}, {columns, rows}}}, DType::kF16);
+    const auto program =
+        compile_copy(Slice::whole(rows * columns), SourceLayout::contiguous(DType::kF16, rows * columns),
+                     DType::kF16, Region{0, {{rows, 1}, {columns, rows}}}, DType::kF16);
     ASSERT_TRUE(program.ok());
-    run(*program, reinterpret_cast<const std::byte*>(source.data()), reinterpret_cast<std::byte*>(target.data()));
+    run(*program, reinterpret_cast<const std::byte*>(source.data()),
+        reinterpret_cast<std::byte*>(target.data()));
     for (std::int64_t r = 0; r < rows; ++r) {
       for (std::int64_t c = 0; c < columns; ++c) {
-        ASSERT_EQ(target[static_cast<std::size_t>(c * rows + r)], source[static_cast<std::size_t>(r * columns + c)]);
+        ASSERT_EQ(target[static_cast<std::size_t>(c * rows + r)],
+                  source[static_cast<std::size_t>(r * columns + c)]);
       }
     }
   }
 }
 
 TEST(Copy, EmptyCopiesDoNothing) {
-  const auto program = compile_copy(Slice{}, SourceLayout{DType::kF32, {0, 5}, {5, 1}}, DType::kF32, Region{3, {{0, 5}, {5, 1}}}, DType::kBF16);
+  const auto program = compile_copy(Slice{}, SourceLayout{DType::kF32, {0, 5}, {5, 1}}, DType::kF32,
+                                    Region{3, {{0, 5}, {5, 1}}}, DType::kBF16);
   ASSERT_TRUE(program.ok());
   EXPECT_TRUE(program->nests.empty());
   EXPECT_EQ(program->bytes, 0u);
@@ -289,15 +318,18 @@ TEST(Copy, ConvertsOnTheWay) {
   for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<float>(i) + 0.5f;
   std::vector<std::uint16_t> target(6 * 8 + 4, 0xCDCD);
   // Columns 1 to 4 of the source, transposed, into a padded BF16 region.
-  const auto program = compile_copy(canonicalise({{1, {{4, 1}, {8, 6}}}}), SourceLayout{DType::kF32, {8, 6}, {6, 1}}, DType::kF32,
-                                    Region{2, {{4, 10}, {8, 1}}}, DType::kBF16);
+  const auto program =
+      compile_copy(canonicalise({{1, {{4, 1}, {8, 6}}}}), SourceLayout{DType::kF32, {8, 6}, {6, 1}},
+                   DType::kF32, Region{2, {{4, 10}, {8, 1}}}, DType::kBF16);
   ASSERT_TRUE(program.ok()) << program.status().to_string();
   EXPECT_EQ(program->bytes, 64u);
-  run(*program, reinterpret_cast<const std::byte*>(source.data()), reinterpret_cast<std::byte*>(target.data()));
+  run(*program, reinterpret_cast<const std::byte*>(source.data()),
+      reinterpret_cast<std::byte*>(target.data()));
   for (std::size_t c = 0; c < 4; ++c) {
     for (std::size_t r = 0; r < 8; ++r) {
       std::uint16_t expected = 0;
-      convert_kernel(DType::kF32, DType::kBF16)(reinterpret_cast<const std::byte*>(&source[r * 6 + c + 1]), 4, reinterpret_cast<std::byte*>(&expected), 2, 1);
+      convert_kernel(DType::kF32, DType::kBF16)(reinterpret_cast<const std::byte*>(&source[r * 6 + c + 1]), 4,
+                                                reinterpret_cast<std::byte*>(&expected), 2, 1);
       ASSERT_EQ(target[2 + c * 10 + r], expected);
     }
   }
@@ -305,30 +337,42 @@ TEST(Copy, ConvertsOnTheWay) {
   EXPECT_EQ(target[10], 0xCDCD);
 
   // A wire dtype wider than what is published (a dtype view): elements lie whole in memory.
-  const auto wide = compile_copy(Slice::whole(12), SourceLayout{DType::kU8, {4, 12}, {12, 1}}, DType::kF32, contiguous_region(12), DType::kF64);
+  const auto wide = compile_copy(Slice::whole(12), SourceLayout{DType::kU8, {4, 12}, {12, 1}}, DType::kF32,
+                                 contiguous_region(12), DType::kF64);
   ASSERT_TRUE(wide.ok()) << wide.status().to_string();
   // Published by columns they do not.
-  EXPECT_FALSE(compile_copy(Slice::whole(12), SourceLayout{DType::kU8, {4, 12}, {1, 4}}, DType::kF32, contiguous_region(12), DType::kF64).ok());
+  EXPECT_FALSE(compile_copy(Slice::whole(12), SourceLayout{DType::kU8, {4, 12}, {1, 4}}, DType::kF32,
+                            contiguous_region(12), DType::kF64)
+                   .ok());
   // Moved as they are, they may lie anywhere.
-  EXPECT_TRUE(compile_copy(Slice::whole(12), SourceLayout{DType::kU8, {4, 12}, {1, 4}}, DType::kF32, contiguous_region(12), DType::kF32).ok());
+  EXPECT_TRUE(compile_copy(Slice::whole(12), SourceLayout{DType::kU8, {4, 12}, {1, 4}}, DType::kF32,
+                           contiguous_region(12), DType::kF32)
+                  .ok());
 }
 
-// Goal: a destination recorded in bytes takes the wire's bytes, also where a conversion between the dtypes exists.
+// Goal: a destination recorded in bytes takes the wire's bytes, also where a conversion between the dtypes
+// exists.
 TEST(Copy, RawDestinationsTakeBytes) {
   const std::vector<std::uint8_t> source = {0x7E, 0x38, 0x01, 0xFF};
   std::vector<std::uint8_t> target(4);
   const auto layout = SourceLayout::contiguous(DType::kF8E4M3, 4);
-  const auto raw = compile_copy(Slice::whole(4), layout, DType::kF8E4M3, contiguous_region(4), DType::kU8, true);
+  const auto raw =
+      compile_copy(Slice::whole(4), layout, DType::kF8E4M3, contiguous_region(4), DType::kU8, true);
   ASSERT_TRUE(raw.ok());
   run(*raw, reinterpret_cast<const std::byte*>(source.data()), reinterpret_cast<std::byte*>(target.data()));
   EXPECT_EQ(target, source);
-  const auto converted = compile_copy(Slice::whole(2), SourceLayout::contiguous(DType::kF8E4M3, 2), DType::kF8E4M3, contiguous_region(2), DType::kU8);
+  const auto converted = compile_copy(Slice::whole(2), SourceLayout::contiguous(DType::kF8E4M3, 2),
+                                      DType::kF8E4M3, contiguous_region(2), DType::kU8);
   ASSERT_TRUE(converted.ok());
-  run(*converted, reinterpret_cast<const std::byte*>(source.data()), reinterpret_cast<std::byte*>(target.data()));
+  run(*converted, reinterpret_cast<const std::byte*>(source.data()),
+      reinterpret_cast<std::byte*>(target.data()));
   EXPECT_EQ(target[1], 1) << "0x38 is 1.0";
-  const auto wide = compile_copy(Slice::whole(2), SourceLayout::contiguous(DType::kBF16, 2), DType::kBF16, Region{0, {{2, 2}, {2, 1}}}, DType::kU8, true);
+  const auto wide = compile_copy(Slice::whole(2), SourceLayout::contiguous(DType::kBF16, 2), DType::kBF16,
+                                 Region{0, {{2, 2}, {2, 1}}}, DType::kU8, true);
   EXPECT_TRUE(wide.ok());
-  EXPECT_FALSE(compile_copy(Slice::whole(2), SourceLayout::contiguous(DType::kBF16, 2), DType::kBF16, contiguous_region(2), DType::kU8, true).ok());
+  EXPECT_FALSE(compile_copy(Slice::whole(2), SourceLayout::contiguous(DType::kBF16, 2), DType::kBF16,
+                            contiguous_region(2), DType::kU8, true)
+                   .ok());
 }
 
 // Goal: what does not fit is refused when the copy is compiled.
@@ -338,7 +382,8 @@ TEST(Copy, RefusesWhatDoesNotFit) {
     return compile_copy(slice, layout, DType::kBF16, destination, to).status();
   };
   constexpr std::int64_t kHuge = std::int64_t{1} << 61;
-  EXPECT_THAT(compiled(Slice::whole(24), contiguous_region(23)).message(), HasSubstr("the source has 24 elements, the destination 23"));
+  EXPECT_THAT(compiled(Slice::whole(24), contiguous_region(23)).message(),
+              HasSubstr("the source has 24 elements, the destination 23"));
   EXPECT_FALSE(compiled(Slice::whole(25), contiguous_region(25)).ok());
   EXPECT_FALSE(compiled(Slice::whole(24), {-1, {{24, 1}}}).ok());
   EXPECT_FALSE(compiled(Slice::whole(24), {0, {{24, -1}}}).ok());
@@ -346,10 +391,17 @@ TEST(Copy, RefusesWhatDoesNotFit) {
   EXPECT_FALSE(compiled(Slice::whole(24), {0, {{24, kHuge}}}).ok());
   EXPECT_FALSE(compiled(Slice::whole(24), {kHuge * 2, {{24, 1}}}).ok());
   EXPECT_FALSE(compiled(Slice::whole(24), {0, {{-24, 1}}}).ok());
-  EXPECT_THAT(compiled(Slice::whole(24), contiguous_region(24), DType::kF4).message(), HasSubstr("BF16 cannot be converted to F4"));
-  EXPECT_FALSE(compile_copy(Slice::whole(4), SourceLayout{DType::kF32, {4}, {-1}}, DType::kF32, contiguous_region(4), DType::kF32).ok());
-  EXPECT_FALSE(compile_copy(Slice::whole(4), SourceLayout{DType::kF32, {4}, {}}, DType::kF32, contiguous_region(4), DType::kF32).ok());
-  EXPECT_FALSE(compile_copy(Slice::whole(4), SourceLayout{DType::kF32, {4}, {kHuge}}, DType::kF32, contiguous_region(4), DType::kF32).ok());
+  EXPECT_THAT(compiled(Slice::whole(24), contiguous_region(24), DType::kF4).message(),
+              HasSubstr("BF16 cannot be converted to F4"));
+  EXPECT_FALSE(compile_copy(Slice::whole(4), SourceLayout{DType::kF32, {4}, {-1}}, DType::kF32,
+                            contiguous_region(4), DType::kF32)
+                   .ok());
+  EXPECT_FALSE(compile_copy(Slice::whole(4), SourceLayout{DType::kF32, {4}, {}}, DType::kF32,
+                            contiguous_region(4), DType::kF32)
+                   .ok());
+  EXPECT_FALSE(compile_copy(Slice::whole(4), SourceLayout{DType::kF32, {4}, {kHuge}}, DType::kF32,
+                            contiguous_region(4), DType::kF32)
+                   .ok());
 }
 
 // A published tensor by columns, with pad words after each column, wanted by rows: pads are never read.
@@ -359,9 +411,11 @@ TEST(Copy, case_023_column_major_scales_with_padding) {
     for (std::int32_t c = 0; c < 6; ++c) published[static_cast<std::size_t>(c * 8 + r)] = r * 6 + c;
   }
   std::vector<std::int32_t> target(24);
-  const auto program = compile_copy(Slice::whole(24), SourceLayout{DType::kI32, {4, 6}, {1, 8}}, DType::kI32, contiguous_region(24), DType::kI32);
+  const auto program = compile_copy(Slice::whole(24), SourceLayout{DType::kI32, {4, 6}, {1, 8}}, DType::kI32,
+                                    contiguous_region(24), DType::kI32);
   ASSERT_TRUE(program.ok());
-  run(*program, reinterpret_cast<const std::byte*>(published.data()), reinterpret_cast<std::byte*>(target.data()));
+  run(*program, reinterpret_cast<const std::byte*>(published.data()),
+      reinterpret_cast<std::byte*>(target.data()));
   for (std::int32_t i = 0; i < 24; ++i) EXPECT_EQ(target[static_cast<std::size_t>(i)], i);
 }
 
@@ -369,7 +423,8 @@ TEST(Copy, case_023_column_major_scales_with_padding) {
 TEST(Copy, SourcesMayRepeatElements) {
   const std::uint16_t one = 0x3F80;
   std::vector<std::uint16_t> target(12, 0);
-  const auto program = compile_copy(Slice::whole(12), SourceLayout{DType::kBF16, {3, 4}, {0, 0}}, DType::kBF16, contiguous_region(12), DType::kBF16);
+  const auto program = compile_copy(Slice::whole(12), SourceLayout{DType::kBF16, {3, 4}, {0, 0}},
+                                    DType::kBF16, contiguous_region(12), DType::kBF16);
   ASSERT_TRUE(program.ok());
   EXPECT_EQ(program->src_end, 2);
   run(*program, reinterpret_cast<const std::byte*>(&one), reinterpret_cast<std::byte*>(target.data()));
@@ -394,12 +449,14 @@ TEST(Copy, SplitsWhatHardlySplits) {
 
 TEST(Copy, SplitsIntoSimilarParts) {
   const std::int64_t rows = 1000, columns = 512;
-  const auto program = compile_copy(canonicalise({{0, {{rows, columns * 2}, {columns, 1}}}}), SourceLayout::contiguous(DType::kBF16, rows * columns * 2), DType::kBF16,
+  const auto program = compile_copy(canonicalise({{0, {{rows, columns * 2}, {columns, 1}}}}),
+                                    SourceLayout::contiguous(DType::kBF16, rows * columns * 2), DType::kBF16,
                                     contiguous_region(rows * columns), DType::kBF16);
   ASSERT_TRUE(program.ok());
   const auto parts = split(*program, 4, 4096);
   ASSERT_EQ(parts.size(), 4u);
-  for (const CopyProgram& part : parts) EXPECT_NEAR(static_cast<double>(part.bytes), static_cast<double>(program->bytes) / 4, 2048);
+  for (const CopyProgram& part : parts)
+    EXPECT_NEAR(static_cast<double>(part.bytes), static_cast<double>(program->bytes) / 4, 2048);
   EXPECT_EQ(split(*program, 4, program->bytes).size(), 1u) << "too small to be worth it";
   EXPECT_EQ(split(*program, 0, 1).size(), 1u);
 }

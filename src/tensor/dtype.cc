@@ -61,7 +61,7 @@ const Entry* find(DType dtype) {
   return dtype_valid(number) ? &kEntries[number - 1] : nullptr;
 }
 
-Status unknown(std::string_view name, std::string_view Entry::*column) {
+Status unknown(std::string_view name, std::string_view Entry::* column) {
   std::string known;
   for (const Entry& entry : kEntries) {
     if (!known.empty()) known += ", ";
@@ -73,7 +73,9 @@ Status unknown(std::string_view name, std::string_view Entry::*column) {
 
 }  // namespace
 
-bool dtype_valid(std::uint8_t number) { return number >= 1 && number <= std::size(kEntries); }
+bool dtype_valid(std::uint8_t number) {
+  return number >= 1 && number <= std::size(kEntries);
+}
 
 int dtype_bits(DType dtype) {
   const Entry* const entry = find(dtype);
@@ -94,7 +96,8 @@ Result<DType> dtype_from_name(std::string_view name) {
 
 Result<DType> dtype_from_torch_name(std::string_view name) {
   std::string_view bare = name;
-  if (constexpr std::string_view kPrefix = "torch."; bare.starts_with(kPrefix)) bare.remove_prefix(kPrefix.size());
+  if (constexpr std::string_view kPrefix = "torch."; bare.starts_with(kPrefix))
+    bare.remove_prefix(kPrefix.size());
   for (const Entry& entry : kEntries) {
     if (entry.torch_name == bare) return entry.dtype;
   }

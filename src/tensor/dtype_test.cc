@@ -17,8 +17,9 @@ using ::testing::HasSubstr;
 // Goal: every dtype of the safetensors format, by its exact name, with its width.
 TEST(DType, NamesAndWidths) {
   const std::pair<const char*, int> expected[] = {
-      {"BOOL", 8}, {"U8", 8},   {"I8", 8},   {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"I16", 16}, {"U16", 16}, {"F16", 16},
-      {"BF16", 16}, {"I32", 32}, {"U32", 32}, {"F32", 32},   {"F64", 64},    {"I64", 64},    {"U64", 64}, {"C64", 64}, {"F4", 4},
+      {"BOOL", 8}, {"U8", 8},   {"I8", 8},   {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8},
+      {"I16", 16}, {"U16", 16}, {"F16", 16}, {"BF16", 16},   {"I32", 32},    {"U32", 32},
+      {"F32", 32}, {"F64", 64}, {"I64", 64}, {"U64", 64},    {"C64", 64},    {"F4", 4},
   };
   std::set<DType> seen;
   for (const auto& [name, bits] : expected) {
@@ -72,8 +73,10 @@ TEST(Shape, Limits) {
   EXPECT_FALSE(checked_numel(DType::kF32, Sizes(9, 1)).ok());
   EXPECT_TRUE(checked_numel(DType::kF32, Sizes(8, 1)).ok());
   EXPECT_FALSE(checked_numel(DType::kF32, Sizes{std::int64_t{1} << 32, std::int64_t{1} << 32}).ok());
-  EXPECT_FALSE(checked_numel(DType::kF32, Sizes{0, std::int64_t{1} << 32, std::int64_t{1} << 32}).ok()) << "strides would not fit";
-  EXPECT_THAT(checked_numel(DType::kF32, Sizes{std::int64_t{1} << 62}).status().message(), HasSubstr("larger than 2^60 bytes"));
+  EXPECT_FALSE(checked_numel(DType::kF32, Sizes{0, std::int64_t{1} << 32, std::int64_t{1} << 32}).ok())
+      << "strides would not fit";
+  EXPECT_THAT(checked_numel(DType::kF32, Sizes{std::int64_t{1} << 62}).status().message(),
+              HasSubstr("larger than 2^60 bytes"));
 }
 
 }  // namespace

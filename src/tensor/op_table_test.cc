@@ -21,8 +21,9 @@ TEST(OpTable, HoldsTheFifteenOperations) {
     EXPECT_THAT(std::string(op.signature), HasSubstr(std::string(op.method)));
     EXPECT_EQ(op.multi_output, op.method == "chunk" || op.method == "split" || op.method == "unbind");
   }
-  const std::set<std::string_view> expected = {"narrow",    "view",  "reshape", "__getitem__", "select",     "unsqueeze", "squeeze", "transpose",
-                                               "t",         "permute", "flatten", "contiguous",  "chunk",      "split",     "unbind"};
+  const std::set<std::string_view> expected = {
+      "narrow", "view",    "reshape", "__getitem__", "select", "unsqueeze", "squeeze", "transpose",
+      "t",      "permute", "flatten", "contiguous",  "chunk",  "split",     "unbind"};
   EXPECT_EQ(methods, expected);
 }
 
@@ -30,10 +31,20 @@ TEST(OpTable, HoldsTheFifteenOperations) {
 TEST(OpTable, UnknownOperationsAreRefusedByName) {
   const Tensor root = Tensor::fake("model.norm.weight", DType::kBF16, {4, 6}).value();
   const std::pair<const char*, const char*> methods[] = {
-      {"add", "computes values"},  {"__add__", "computes values"}, {"to", "changes dtype"},        {"half", "changes dtype"},
-      {"cuda", "changes dtype"},   {"item", "reads values"},       {"index_select", "no strided"}, {"expand", "repeats elements"},
-      {"clone", "copies"},         {"data", "copies"},             {"transpose_", "in place"},     {"copy_", "in place"},
-      {"frobnicate", "not an operation of the table"},             {"", "not an operation of the table"},
+      {"add", "computes values"},
+      {"__add__", "computes values"},
+      {"to", "changes dtype"},
+      {"half", "changes dtype"},
+      {"cuda", "changes dtype"},
+      {"item", "reads values"},
+      {"index_select", "no strided"},
+      {"expand", "repeats elements"},
+      {"clone", "copies"},
+      {"data", "copies"},
+      {"transpose_", "in place"},
+      {"copy_", "in place"},
+      {"frobnicate", "not an operation of the table"},
+      {"", "not an operation of the table"},
   };
   for (const auto& [method, reason] : methods) {
     const auto result = Tensor::apply(root, {{"t", {}}, {method, {std::int64_t{1}}}});

@@ -15,12 +15,14 @@ namespace shardpull {
 Result<std::int64_t> checked_numel(DType dtype, std::span<const std::int64_t> shape) {
   const auto refused = [&](const std::string& why, Reason reason = Reason::kBadArgument) {
     return Status(StatusCode::kInvalidArgument,
-                  fmt::format("shape [{}] of {} {}", fmt::join(shape, ", "), dtype_name(dtype), why), {.reason = reason});
+                  fmt::format("shape [{}] of {} {}", fmt::join(shape, ", "), dtype_name(dtype), why),
+                  {.reason = reason});
   };
   const std::int64_t bits = dtype_bits(dtype);
   if (bits == 0) return refused("has an unknown dtype");
   if (shape.size() > static_cast<std::size_t>(kMaxDims)) {
-    return refused(fmt::format("has {} dims, at most {} are allowed", shape.size(), kMaxDims), Reason::kLimit);
+    return refused(fmt::format("has {} dims, at most {} are allowed", shape.size(), kMaxDims),
+                   Reason::kLimit);
   }
   if (std::any_of(shape.begin(), shape.end(), [](std::int64_t size) { return size < 0; })) {
     return refused("has a negative size");
@@ -37,7 +39,8 @@ Result<std::int64_t> checked_numel(DType dtype, std::span<const std::int64_t> sh
   if (bits % 8 != 0) {
     const std::int64_t per_byte = 8 / bits;
     if (shape.empty() || shape.back() % per_byte != 0) {
-      return refused(fmt::format("has rows that do not end on a byte: the last dim must be a multiple of {}", per_byte));
+      return refused(
+          fmt::format("has rows that do not end on a byte: the last dim must be a multiple of {}", per_byte));
     }
   }
   return numel;

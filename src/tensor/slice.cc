@@ -27,7 +27,8 @@ Slice Slice::whole(std::int64_t numel) {
 
 Result<std::uint64_t> bytes_of(DType dtype, std::int64_t numel) {
   const auto refused = [&](std::string_view why) {
-    return Status(StatusCode::kInvalidArgument, fmt::format("{} elements of {} {}", numel, dtype_name(dtype), why),
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("{} elements of {} {}", numel, dtype_name(dtype), why),
                   {.reason = Reason::kBadArgument});
   };
   if (numel < 0) return refused("are a negative number");

@@ -66,10 +66,12 @@ void normalise(Region& region) {
   region.dims.resize(kept);
 }
 
-bool same_dims(std::span<const Dim> a, std::span<const Dim> b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
+bool same_dims(std::span<const Dim> a, std::span<const Dim> b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end());
+}
 
-// Makes `first` the one region that enumerates `first` and then `second`, if there is one with positive strides and few
-// enough dims. Both normalised.
+// Makes `first` the one region that enumerates `first` and then `second`, if there is one with positive
+// strides and few enough dims. Both normalised.
 bool merge(Region& first, const Region& second) {
   const std::int64_t gap = second.offset - first.offset;
   if (gap <= 0) return false;
@@ -92,14 +94,15 @@ bool merge(Region& first, const Region& second) {
   return true;
 }
 
-// Selections of up to this many blocks are described by the fewest regions there are. Larger ones are cut where the chain's
-// reshapes cut them, which is as good but for selections made to defeat it.
+// Selections of up to this many blocks are described by the fewest regions there are. Larger ones are cut
+// where the chain's reshapes cut them, which is as good but for selections made to defeat it.
 constexpr std::int64_t kMaxExactBlocks = 2048;
 
 // Above this many regions only the whole list is tried as one region, and no part of it.
 constexpr std::size_t kMaxFoldedRegions = 4 * kMaxRegions;
 
-// The innermost run that all regions are made of, a block: one element when there are few, else the largest common run.
+// The innermost run that all regions are made of, a block: one element when there are few, else the largest
+// common run.
 Dim common_block(const std::vector<Region>& regions) {
   std::int64_t numel = 0;
   for (const Region& region : regions) numel += region.numel();
@@ -115,9 +118,9 @@ Dim common_block(const std::vector<Region>& regions) {
   return block;
 }
 
-// The fewest regions that enumerate the same elements; where several ways are equally short, the first region is as long as
-// possible, then the second, and so on. Depends on nothing but the elements and their order. Empty when there are too many
-// blocks to look at.
+// The fewest regions that enumerate the same elements; where several ways are equally short, the first region
+// is as long as possible, then the second, and so on. Depends on nothing but the elements and their order.
+// Empty when there are too many blocks to look at.
 std::vector<Region> fewest(const std::vector<Region>& regions) {
   const Dim block = common_block(regions);
   std::vector<std::int64_t> starts;
@@ -134,9 +137,9 @@ std::vector<Region> fewest(const std::vector<Region>& regions) {
   const std::size_t n = starts.size();
   const std::size_t max_levels = kMaxDims - (block.size > 1 ? 1 : 0);
   struct Choice {
-    std::uint32_t regions = 0;       // for the blocks from here to the end
-    std::uint32_t length = 1;        // blocks of the first of them
-    std::vector<Dim> dims;           // of the first of them
+    std::uint32_t regions = 0;  // for the blocks from here to the end
+    std::uint32_t length = 1;   // blocks of the first of them
+    std::vector<Dim> dims;      // of the first of them
   };
   std::vector<Choice> best(n + 1);
   for (std::size_t first = n; first-- > 0;) {
@@ -149,7 +152,9 @@ std::vector<Region> fewest(const std::vector<Region>& regions) {
       const std::int64_t stride = first + length < n ? starts[first + length] - starts[first] : 0;
       while (stride > 0 && first + (repeats + 1) * length <= n) {
         const auto* const next = &starts[first + repeats * length];
-        if (!std::equal(next, next + length, next - length, [&](std::int64_t a, std::int64_t b) { return a - b == stride; })) break;
+        if (!std::equal(next, next + length, next - length,
+                        [&](std::int64_t a, std::int64_t b) { return a - b == stride; }))
+          break;
         ++repeats;
       }
       if (repeats == 1) break;
@@ -185,20 +190,23 @@ class Sequence {
     }
   }
 
-  // Regions [first, last) as the one region that enumerates them, if there is one with positive strides and at most kMaxDims
-  // dims.
+  // Regions [first, last) as the one region that enumerates them, if there is one with positive strides and
+  // at most kMaxDims dims.
   std::optional<Region> as_region(std::size_t first, std::size_t last) const {
     const std::int64_t begin = first == 0 ? 0 : ends_[first - 1];
     const std::int64_t numel = ends_[last - 1] - begin;
-    // The dims can only be these: innermost the longest arithmetic run, then the longest run of such runs, and so on.
+    // The dims can only be these: innermost the longest arithmetic run, then the longest run of such runs,
+    // and so on.
     const std::int64_t origin = element(begin);
     Region candidate{.offset = origin, .dims = {}};
     for (std::int64_t block = 1; block < numel;) {
       const std::int64_t stride = element(begin + block) - origin;
       if (numel % block != 0 || stride <= 0 || candidate.dims.size() == kMaxDims) return std::nullopt;
-      const auto continues = [&](std::int64_t i) { return element(begin + i * block) == origin + i * stride; };
-      // Block 1 continues by the choice of the stride. Galloping finds the end of the run: within twice its length no
-      // block continues it again by chance.
+      const auto continues = [&](std::int64_t i) {
+        return element(begin + i * block) == origin + i * stride;
+      };
+      // Block 1 continues by the choice of the stride. Galloping finds the end of the run: within twice its
+      // length no block continues it again by chance.
       const std::int64_t blocks = numel / block;
       std::int64_t low = 1;
       while (2 * low < blocks && continues(2 * low)) low *= 2;
@@ -221,7 +229,8 @@ class Sequence {
 
  private:
   std::int64_t element(std::int64_t position) const {
-    const auto at = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), position) - ends_.begin());
+    const auto at =
+        static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), position) - ends_.begin());
     return layouts_[at].address(position - (at == 0 ? 0 : ends_[at - 1]));
   }
 
@@ -253,8 +262,8 @@ class Sequence {
   std::vector<std::int64_t> ends_;  // positions one past each region's last element
 };
 
-// Replaces runs of regions by the one region that enumerates them, from the left, the longest first. Pairs that merge at their
-// border are merged already: this finds rows that the cuts went through.
+// Replaces runs of regions by the one region that enumerates them, from the left, the longest first. Pairs
+// that merge at their border are merged already: this finds rows that the cuts went through.
 std::vector<Region> fold(const std::vector<Region>& regions) {
   const Sequence sequence(regions);
   if (auto whole = sequence.as_region(0, regions.size())) return {*std::move(whole)};
@@ -276,7 +285,8 @@ Slice canonicalise(std::vector<Region> regions) {
   Slice slice;
   std::vector<Region>& kept = slice.regions;
   for (Region& region : regions) {
-    if (std::any_of(region.dims.begin(), region.dims.end(), [](const Dim& dim) { return dim.size == 0; })) continue;
+    if (std::any_of(region.dims.begin(), region.dims.end(), [](const Dim& dim) { return dim.size == 0; }))
+      continue;
     normalise(region);
     kept.push_back(std::move(region));
     while (kept.size() > 1 && merge(kept[kept.size() - 2], kept.back())) kept.pop_back();
@@ -289,13 +299,15 @@ Slice canonicalise(std::vector<Region> regions) {
 
 Status check_limits(const Slice& slice) {
   if (slice.regions.size() > static_cast<std::size_t>(kMaxRegions)) {
-    return bad_slice(fmt::format("needs {} strided regions, at most {} are allowed", slice.regions.size(), kMaxRegions),
-                     Reason::kLimit);
+    return bad_slice(
+        fmt::format("needs {} strided regions, at most {} are allowed", slice.regions.size(), kMaxRegions),
+        Reason::kLimit);
   }
   for (const Region& region : slice.regions) {
     if (region.dims.size() > static_cast<std::size_t>(kMaxDims)) {
-      return bad_slice(fmt::format("needs a region of {} dims, at most {} are allowed", region.dims.size(), kMaxDims),
-                       Reason::kLimit);
+      return bad_slice(
+          fmt::format("needs a region of {} dims, at most {} are allowed", region.dims.size(), kMaxDims),
+          Reason::kLimit);
     }
   }
   return {};
@@ -316,7 +328,8 @@ Result<Slice> slice_range(const Slice& slice, std::int64_t first, std::int64_t c
       const Loop loop{.size = to - from, .step = {1}};
       const std::int64_t start = from - begin;
       std::vector<AffinePiece> pieces;
-      if (!decompose({&layout, 1}, {&loop, 1}, {&start, 1}, PieceOrder::kKeep, kMaxPieces, pieces)) return too_many_regions();
+      if (!decompose({&layout, 1}, {&loop, 1}, {&start, 1}, PieceOrder::kKeep, kMaxPieces, pieces))
+        return too_many_regions();
       for (const AffinePiece& piece : pieces) regions.push_back(to_region(piece));
     }
     begin = end;
@@ -371,12 +384,15 @@ Result<Slice> change_unit(const Slice& slice, int from_bits, int to_bits) {
   const Slice canonical = canonicalise(std::move(regions));
   regions = canonical.regions;
   for (Region& region : regions) {
-    bool whole = !region.dims.empty() && region.dims.back().stride == 1 && region.dims.back().size % ratio == 0 &&
-                 region.offset % ratio == 0;
-    for (std::size_t i = 0; whole && i + 1 < region.dims.size(); ++i) whole = region.dims[i].stride % ratio == 0;
+    bool whole = !region.dims.empty() && region.dims.back().stride == 1 &&
+                 region.dims.back().size % ratio == 0 && region.offset % ratio == 0;
+    for (std::size_t i = 0; whole && i + 1 < region.dims.size(); ++i)
+      whole = region.dims[i].stride % ratio == 0;
     if (!whole) {
-      return bad_slice(fmt::format("its runs do not begin and end on multiples of {} bits in the checkpoint tensor", to_bits),
-                       Reason::kUnsupportedOp);
+      return bad_slice(
+          fmt::format("its runs do not begin and end on multiples of {} bits in the checkpoint tensor",
+                      to_bits),
+          Reason::kUnsupportedOp);
     }
     region.offset /= ratio;
     region.dims.back().size /= ratio;
@@ -412,7 +428,8 @@ Status check_slice(const Slice& slice, DType wire, DType dtype, std::int64_t num
     }
     const auto last = last_element(region);
     if (!last || *last >= available) {
-      return refused(fmt::format("reaches outside the tensor's {} elements of {}", available, dtype_name(wire)));
+      return refused(
+          fmt::format("reaches outside the tensor's {} elements of {}", available, dtype_name(wire)));
     }
     const auto sum = checked_add<std::int64_t>(total, count);
     if (!sum) return refused("has more elements than 64 bits can count");

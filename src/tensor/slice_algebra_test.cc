@@ -13,14 +13,15 @@
 namespace shardpull {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::enumerate;
+using ::testing::HasSubstr;
 using Positions = std::vector<std::int64_t>;
 
 Region random_region(std::int64_t limit) {
   Region region{.offset = *rc::gen::inRange<std::int64_t>(0, limit), .dims = {}};
   const auto dims = *rc::gen::inRange(0, 4);
-  for (int i = 0; i < dims; ++i) region.dims.push_back({*rc::gen::inRange<std::int64_t>(1, 5), *rc::gen::inRange<std::int64_t>(1, 30)});
+  for (int i = 0; i < dims; ++i)
+    region.dims.push_back({*rc::gen::inRange<std::int64_t>(1, 5), *rc::gen::inRange<std::int64_t>(1, 30)});
   return region;
 }
 
@@ -31,7 +32,8 @@ std::vector<Region> random_regions(std::int64_t limit) {
   return regions;
 }
 
-// Goal: the canonical form keeps elements and order, is a fixed point, and does not depend on how the regions were cut.
+// Goal: the canonical form keeps elements and order, is a fixed point, and does not depend on how the regions
+// were cut.
 RC_GTEST_PROP(Canonicalise, KeepsTheSequenceAndForgetsTheCuts, ()) {
   const std::vector<Region> regions = random_regions(50);
   const Slice canonical = canonicalise(regions);
@@ -74,7 +76,8 @@ TEST(Canonicalise, Examples) {
   EXPECT_EQ(to_string(Slice{}), "[]");
 }
 
-// Goal: large selections, too, are one region when one region can describe them, although the cuts went through its rows.
+// Goal: large selections, too, are one region when one region can describe them, although the cuts went
+// through its rows.
 TEST(Canonicalise, FindsOneRegionInManyLargeOnes) {
   const Region whole{7, {{1000, 1'000'000}, {30, 20'000}, {5000, 2}}};
   std::vector<Region> cut;
@@ -112,17 +115,20 @@ RC_GTEST_PROP(Compose, LooksPositionsUp, ()) {
   Slice inner;
   for (const Region& region : random_regions(outer.numel())) {
     const Positions positions = enumerate(Slice{{region}});
-    if (*std::max_element(positions.begin(), positions.end()) < outer.numel()) inner.regions.push_back(region);
+    if (*std::max_element(positions.begin(), positions.end()) < outer.numel())
+      inner.regions.push_back(region);
   }
   const auto composed = compose(outer, inner, 100000);
   RC_ASSERT(composed.ok());
   Positions expected;
-  for (const std::int64_t position : enumerate(inner)) expected.push_back(outer_positions[static_cast<std::size_t>(position)]);
+  for (const std::int64_t position : enumerate(inner))
+    expected.push_back(outer_positions[static_cast<std::size_t>(position)]);
   RC_ASSERT(enumerate(*composed) == expected);
 }
 
 TEST(Compose, RefusesPositionsOutside) {
-  EXPECT_THAT(compose({0, {{10, 1}}}, Slice{{{5, {{6, 1}}}}}).status().message(), HasSubstr("outside its 10 elements"));
+  EXPECT_THAT(compose({0, {{10, 1}}}, Slice{{{5, {{6, 1}}}}}).status().message(),
+              HasSubstr("outside its 10 elements"));
   EXPECT_FALSE(compose({0, {{10, 1}}}, Slice{{{-1, {}}}}).ok());
 }
 

@@ -22,7 +22,9 @@ Status refused(std::string why, Reason reason = Reason::kUnsupportedOp) {
   return Status(StatusCode::kInvalidArgument, std::move(why), {.reason = reason});
 }
 
-std::string join(const Sizes& values) { return fmt::format("[{}]", fmt::join(values, ", ")); }
+std::string join(const Sizes& values) {
+  return fmt::format("[{}]", fmt::join(values, ", "));
+}
 
 std::int64_t product(const Sizes& sizes) {
   std::int64_t result = 1;
@@ -40,11 +42,13 @@ Result<std::int64_t> moved(std::int64_t offset, std::int64_t index, std::int64_t
 
 Status check_outputs(std::int64_t outputs) {
   if (outputs <= static_cast<std::int64_t>(kMaxOutputsPerOp)) return {};
-  return refused(fmt::format("would give {} tensors, at most {} are allowed", outputs, kMaxOutputsPerOp), Reason::kLimit);
+  return refused(fmt::format("would give {} tensors, at most {} are allowed", outputs, kMaxOutputsPerOp),
+                 Reason::kLimit);
 }
 
-// The strides with which `new_shape` looks at the same memory, or nothing when only a copy could. Walks from the innermost
-// dim over runs of old dims that are one piece of memory; each run must be filled exactly by new dims. Same numel.
+// The strides with which `new_shape` looks at the same memory, or nothing when only a copy could. Walks from
+// the innermost dim over runs of old dims that are one piece of memory; each run must be filled exactly by
+// new dims. Same numel.
 std::optional<Sizes> view_strides(const Sizes& old_shape, const Sizes& old_stride, const Sizes& new_shape) {
   if (old_shape.empty()) return Sizes(new_shape.size(), 1);
   if (product(old_shape) == 0) return old_shape == new_shape ? old_stride : contiguous_strides(new_shape);
@@ -85,7 +89,9 @@ Result<StridedView> sliced(StridedView view, std::int64_t dim, const IndexSlice&
   const std::int64_t stop = std::max(start, clamp(slice.stop.value_or(kInt64Max)));
   SHARDPULL_ASSIGN_OR_RETURN(view.offset, moved(view.offset, start, view.stride[d]));
   const auto stride = checked_mul<std::int64_t>(view.stride[d], step);
-  if (!stride) return refused(fmt::format("slice step {} makes a stride that does not fit 64 bits", step), Reason::kLimit);
+  if (!stride)
+    return refused(fmt::format("slice step {} makes a stride that does not fit 64 bits", step),
+                   Reason::kLimit);
   view.stride[d] = *stride;
   view.shape[d] = ceil_div(stop - start, step);
   return view;
@@ -120,7 +126,9 @@ StridedView StridedView::contiguous(DType dtype, Sizes shape) {
   return view;
 }
 
-std::int64_t StridedView::numel() const { return product(shape); }
+std::int64_t StridedView::numel() const {
+  return product(shape);
+}
 
 bool StridedView::is_contiguous() const {
   if (numel() == 0) return true;
@@ -195,7 +203,9 @@ Result<StridedView> StridedView::index(const std::vector<IndexItem>& items) cons
 
 Result<StridedView> StridedView::unsqueeze(std::int64_t dim_arg) const {
   SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t d, wrap_dim(dim_arg, dim() + 1));
-  if (dim() + 1 > kMaxDims) return refused(fmt::format("would give {} dims, at most {} are allowed", dim() + 1, kMaxDims), Reason::kLimit);
+  if (dim() + 1 > kMaxDims)
+    return refused(fmt::format("would give {} dims, at most {} are allowed", dim() + 1, kMaxDims),
+                   Reason::kLimit);
   StridedView result = *this;
   std::int64_t step = 1;
   if (d < dim()) {
@@ -279,21 +289,26 @@ Result<Sizes> StridedView::infer_sizes(const Sizes& sizes) const {
       return refused(fmt::format("size {} is negative", sizes[i]));
     } else {
       const auto next = checked_mul<std::int64_t>(known, sizes[i]);
-      if (!next) return refused(fmt::format("sizes {} have more elements than 64 bits can count", join(sizes)));
+      if (!next)
+        return refused(fmt::format("sizes {} have more elements than 64 bits can count", join(sizes)));
       known = *next;
     }
   }
   if (sizes.size() > static_cast<std::size_t>(kMaxDims)) {
-    return refused(fmt::format("{} dims given, at most {} are allowed", sizes.size(), kMaxDims), Reason::kLimit);
+    return refused(fmt::format("{} dims given, at most {} are allowed", sizes.size(), kMaxDims),
+                   Reason::kLimit);
   }
   const std::int64_t elements = numel();
   const bool fits = unknown ? known > 0 && elements % known == 0 : known == elements;
   if (!fits) {
-    if (unknown && known == 0 && elements == 0) return refused(fmt::format("the -1 in {} can be any size", join(sizes)));
-    return refused(fmt::format("sizes {} do not fit the {} elements of shape {}", join(sizes), elements, join(shape)));
+    if (unknown && known == 0 && elements == 0)
+      return refused(fmt::format("the -1 in {} can be any size", join(sizes)));
+    return refused(
+        fmt::format("sizes {} do not fit the {} elements of shape {}", join(sizes), elements, join(shape)));
   }
   if (unknown) result[*unknown] = elements / known;
-  if (elements == 0) SHARDPULL_RETURN_IF_ERROR(checked_numel(DType::kU64, result).status());  // strides must fit, too
+  if (elements == 0)
+    SHARDPULL_RETURN_IF_ERROR(checked_numel(DType::kU64, result).status());  // strides must fit, too
   return result;
 }
 
@@ -301,15 +316,17 @@ Result<std::optional<StridedView>> StridedView::reshape_view(const Sizes& sizes)
   SHARDPULL_ASSIGN_OR_RETURN(Sizes shape_wanted, infer_sizes(sizes));
   auto strides = view_strides(shape, stride, shape_wanted);
   if (!strides) return std::optional<StridedView>();
-  return std::optional<StridedView>({.dtype = dtype, .shape = std::move(shape_wanted), .stride = std::move(*strides), .offset = offset});
+  return std::optional<StridedView>(
+      {.dtype = dtype, .shape = std::move(shape_wanted), .stride = std::move(*strides), .offset = offset});
 }
 
 Result<StridedView> StridedView::view(const Sizes& sizes) const {
   SHARDPULL_ASSIGN_OR_RETURN(std::optional<StridedView> result, reshape_view(sizes));
   if (!result) {
-    return refused(fmt::format("shape {} with strides {} cannot be viewed as {}: dims that are not adjacent in memory would "
-                               "be joined; use reshape",
-                               join(shape), join(stride), join(sizes)));
+    return refused(fmt::format(
+        "shape {} with strides {} cannot be viewed as {}: dims that are not adjacent in memory would "
+        "be joined; use reshape",
+        join(shape), join(stride), join(sizes)));
   }
   return std::move(*result);
 }
@@ -321,10 +338,13 @@ Result<StridedView> StridedView::view(DType new_dtype) const {
   result.dtype = new_dtype;
   if (old_bits == new_bits) return result;
   if (shape.empty()) {
-    return refused(fmt::format("a tensor without dims cannot be viewed as {}, whose elements have another size", dtype_name(new_dtype)));
+    return refused(
+        fmt::format("a tensor without dims cannot be viewed as {}, whose elements have another size",
+                    dtype_name(new_dtype)));
   }
   if (stride.back() != 1) {
-    return refused(fmt::format("stride {} of the last dim must be 1 to view {} as {}", stride.back(), dtype_name(dtype), dtype_name(new_dtype)));
+    return refused(fmt::format("stride {} of the last dim must be 1 to view {} as {}", stride.back(),
+                               dtype_name(dtype), dtype_name(new_dtype)));
   }
   if (old_bits > new_bits) {
     const std::int64_t ratio = old_bits / new_bits;
@@ -342,17 +362,17 @@ Result<StridedView> StridedView::view(DType new_dtype) const {
   }
   const std::int64_t ratio = new_bits / old_bits;
   if (shape.back() % ratio != 0) {
-    return refused(fmt::format("the last dim's size {} must be a multiple of {} to view {} as {}", shape.back(), ratio,
-                               dtype_name(dtype), dtype_name(new_dtype)));
+    return refused(fmt::format("the last dim's size {} must be a multiple of {} to view {} as {}",
+                               shape.back(), ratio, dtype_name(dtype), dtype_name(new_dtype)));
   }
   if (offset % ratio != 0) {
-    return refused(fmt::format("the offset {} must be a multiple of {} to view {} as {}", offset, ratio, dtype_name(dtype),
-                               dtype_name(new_dtype)));
+    return refused(fmt::format("the offset {} must be a multiple of {} to view {} as {}", offset, ratio,
+                               dtype_name(dtype), dtype_name(new_dtype)));
   }
   for (std::size_t i = 0; i + 1 < stride.size(); ++i) {
     if (stride[i] % ratio != 0) {
-      return refused(fmt::format("stride {} of dim {} must be a multiple of {} to view {} as {}", stride[i], i, ratio,
-                                 dtype_name(dtype), dtype_name(new_dtype)));
+      return refused(fmt::format("stride {} of dim {} must be a multiple of {} to view {} as {}", stride[i],
+                                 i, ratio, dtype_name(dtype), dtype_name(new_dtype)));
     }
     result.stride[i] /= ratio;
   }
@@ -410,10 +430,12 @@ Result<std::vector<StridedView>> StridedView::split(const Sizes& sizes, std::int
   std::int64_t left = whole;
   for (const std::int64_t size : sizes) {
     if (size < 0) return refused(fmt::format("split size {} is negative", size));
-    if (size > left) return refused(fmt::format("split sizes {} do not sum to dim {} of size {}", join(sizes), d, whole));
+    if (size > left)
+      return refused(fmt::format("split sizes {} do not sum to dim {} of size {}", join(sizes), d, whole));
     left -= size;
   }
-  if (left != 0) return refused(fmt::format("split sizes {} do not sum to dim {} of size {}", join(sizes), d, whole));
+  if (left != 0)
+    return refused(fmt::format("split sizes {} do not sum to dim {} of size {}", join(sizes), d, whole));
   std::vector<StridedView> result;
   result.reserve(sizes.size());
   std::int64_t start = 0;

@@ -28,7 +28,9 @@ std::string print(const IndexItem& item) {
     std::string operator()(IndexNone) const { return "None"; }
     std::string operator()(IndexEllipsis) const { return "..."; }
     std::string operator()(const IndexSlice& slice) const {
-      const auto part = [](const std::optional<std::int64_t>& value) { return value ? fmt::format("{}", *value) : ""; };
+      const auto part = [](const std::optional<std::int64_t>& value) {
+        return value ? fmt::format("{}", *value) : "";
+      };
       std::string text = part(slice.start) + ":" + part(slice.stop);
       if (slice.step) text += ":" + part(slice.step);
       return text;
@@ -48,7 +50,9 @@ std::string print(const Items& items) {
 }
 
 // Whether people write the method's list argument as separate arguments.
-bool spreads_list(std::string_view method) { return method == "view" || method == "reshape" || method == "permute"; }
+bool spreads_list(std::string_view method) {
+  return method == "view" || method == "reshape" || method == "permute";
+}
 
 // "narrow(0, 512, 512)" or "[1:3, ...]".
 std::string print(const Op& op) {
@@ -70,8 +74,9 @@ std::string print(const Op& op) {
   return fmt::format("{}({})", op.method, arguments);
 }
 
-// The result of a reshape or contiguous() that had to copy. Its elements, row-major, are those of `view` (counted in
-// elements of `dtype`) over what lies below: an earlier copy, or the root's logical row-major elements.
+// The result of a reshape or contiguous() that had to copy. Its elements, row-major, are those of `view`
+// (counted in elements of `dtype`) over what lies below: an earlier copy, or the root's logical row-major
+// elements.
 struct Copied {
   Region view;
   DType dtype = DType::kF32;
@@ -99,7 +104,7 @@ std::string to_string(const OpChain& chain) {
 
 struct Tensor::Impl {
   std::shared_ptr<const Root> root;
-  StridedView view;                   // over the elements of `base`, or of the root
+  StridedView view;  // over the elements of `base`, or of the root
   std::shared_ptr<const Copied> base;
   OpChain chain;
 
@@ -107,7 +112,8 @@ struct Tensor::Impl {
   Status refuse(const Op& op, const Status& why) const {
     ErrorInfo info = why.info();
     info.tensor = root->name;
-    return Status(why.code(), fmt::format("{} refused on {}: {}", print(op), describe(), why.message()), std::move(info));
+    return Status(why.code(), fmt::format("{} refused on {}: {}", print(op), describe(), why.message()),
+                  std::move(info));
   }
 
   std::string describe() const {
@@ -117,14 +123,16 @@ struct Tensor::Impl {
 
   Status check_chain(const Op& op) const {
     if (chain.size() < kMaxOpsPerChain) return {};
-    return refuse(op, Status(StatusCode::kInvalidArgument, fmt::format("chains have at most {} operations", kMaxOpsPerChain),
+    return refuse(op, Status(StatusCode::kInvalidArgument,
+                             fmt::format("chains have at most {} operations", kMaxOpsPerChain),
                              {.reason = Reason::kLimit}));
   }
 
   Result<Tensor> derive(Op op, Result<StridedView> result) const {
     if (!result.ok()) return refuse(op, result.status());
     SHARDPULL_RETURN_IF_ERROR(check_chain(op));
-    auto impl = std::make_shared<Impl>(Impl{.root = root, .view = *std::move(result), .base = base, .chain = {}});
+    auto impl =
+        std::make_shared<Impl>(Impl{.root = root, .view = *std::move(result), .base = base, .chain = {}});
     impl->chain.reserve(chain.size() + 1);
     impl->chain = chain;
     impl->chain.push_back(std::move(op));
@@ -134,8 +142,12 @@ struct Tensor::Impl {
   // The same elements, copied: contiguous, in a `shape` of equally many.
   Result<Tensor> derive_copy(Op op, Sizes shape) const {
     SHARDPULL_RETURN_IF_ERROR(check_chain(op));
-    auto impl = std::make_shared<Impl>(Impl{.root = root, .view = StridedView::contiguous(view.dtype, std::move(shape)), .base = {}, .chain = chain});
-    impl->base = std::make_shared<const Copied>(Copied{.view = view.region(), .dtype = view.dtype, .below = base});
+    auto impl = std::make_shared<Impl>(Impl{.root = root,
+                                            .view = StridedView::contiguous(view.dtype, std::move(shape)),
+                                            .base = {},
+                                            .chain = chain});
+    impl->base =
+        std::make_shared<const Copied>(Copied{.view = view.region(), .dtype = view.dtype, .below = base});
     impl->chain.push_back(std::move(op));
     return Tensor(std::move(impl));
   }
@@ -154,7 +166,8 @@ struct Tensor::Impl {
     children.reserve(results->size());
     std::int64_t index = 0;
     for (StridedView& result : *results) {
-      auto impl = std::make_shared<Impl>(Impl{.root = root, .view = std::move(result), .base = base, .chain = {}});
+      auto impl =
+          std::make_shared<Impl>(Impl{.root = root, .view = std::move(result), .base = base, .chain = {}});
       impl->chain.reserve(chain.size() + 2);
       impl->chain = chain;
       impl->chain.push_back(op);
@@ -164,8 +177,8 @@ struct Tensor::Impl {
     return children;
   }
 
-  // A dim argument as a chain records it: counted from the front. Out-of-range ones stay as they were; the operation refuses
-  // them.
+  // A dim argument as a chain records it: counted from the front. Out-of-range ones stay as they were; the
+  // operation refuses them.
   std::int64_t wrapped(std::int64_t dim, std::int64_t extra = 0) const {
     const std::int64_t range = std::max<std::int64_t>(view.dim() + extra, 1);
     return dim < 0 && dim >= -range ? dim + range : dim;
@@ -178,8 +191,9 @@ struct Tensor::Impl {
   Result<Slice> slice() const;
 };
 
-// Looks the view's elements up through the copies, outermost first, down to the root. A view(dtype) changes the unit that
-// positions count in; everything is done in the smallest unit that occurs and converted at the end.
+// Looks the view's elements up through the copies, outermost first, down to the root. A view(dtype) changes
+// the unit that positions count in; everything is done in the smallest unit that occurs and converted at the
+// end.
 Result<Slice> Tensor::Impl::slice() const {
   if (view.numel() == 0) return Slice{};
   const int wire_bits = dtype_bits(view.dtype);
@@ -191,7 +205,8 @@ Result<Slice> Tensor::Impl::slice() const {
   constexpr std::size_t kMaxOnTheWay = 4096;
   SHARDPULL_ASSIGN_OR_RETURN(Slice slice, change_unit(canonicalise({view.region()}), wire_bits, unit));
   for (const Copied* layer = base.get(); layer != nullptr; layer = layer->below.get()) {
-    SHARDPULL_ASSIGN_OR_RETURN(const Slice source, change_unit(canonicalise({layer->view}), dtype_bits(layer->dtype), unit));
+    SHARDPULL_ASSIGN_OR_RETURN(const Slice source,
+                               change_unit(canonicalise({layer->view}), dtype_bits(layer->dtype), unit));
     SHARDPULL_ASSIGN_OR_RETURN(slice, compose(source.regions.front(), slice, kMaxOnTheWay));
   }
   SHARDPULL_ASSIGN_OR_RETURN(slice, change_unit(slice, unit, wire_bits));
@@ -202,16 +217,25 @@ Result<Slice> Tensor::Impl::slice() const {
 
 Tensor::Tensor(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 
-Result<Tensor> Tensor::fake(std::string name, DType dtype, std::vector<std::int64_t> shape, std::shared_ptr<Recorder> recorder) {
+Result<Tensor> Tensor::fake(std::string name, DType dtype, std::vector<std::int64_t> shape,
+                            std::shared_ptr<Recorder> recorder) {
   if (auto checked = checked_numel(dtype, shape); !checked.ok()) return checked.status().with_context(name);
-  auto root = std::make_shared<const Root>(Root{.name = std::move(name), .dtype = dtype, .shape = shape, .data = nullptr,
-                                                .memory_stride = {}, .fake = true, .recorder = std::move(recorder)});
-  auto impl = std::make_shared<const Impl>(
-      Impl{.root = std::move(root), .view = StridedView::contiguous(dtype, std::move(shape)), .base = {}, .chain = {}});
+  auto root = std::make_shared<const Root>(Root{.name = std::move(name),
+                                                .dtype = dtype,
+                                                .shape = shape,
+                                                .data = nullptr,
+                                                .memory_stride = {},
+                                                .fake = true,
+                                                .recorder = std::move(recorder)});
+  auto impl = std::make_shared<const Impl>(Impl{.root = std::move(root),
+                                                .view = StridedView::contiguous(dtype, std::move(shape)),
+                                                .base = {},
+                                                .chain = {}});
   return Tensor(std::move(impl));
 }
 
-Result<Tensor> Tensor::real(std::string name, DType dtype, std::vector<std::int64_t> shape, const std::byte* data) {
+Result<Tensor> Tensor::real(std::string name, DType dtype, std::vector<std::int64_t> shape,
+                            const std::byte* data) {
   Sizes stride = contiguous_strides(shape);
   return real_strided(std::move(name), dtype, std::move(shape), std::move(stride), data);
 }
@@ -225,27 +249,59 @@ Result<Tensor> Tensor::real_strided(std::string name, DType dtype, std::vector<s
   const auto numel = checked_numel(dtype, shape);
   if (!numel.ok()) return numel.status().with_context(name);
   if (stride.size() != shape.size()) return refused("shape and stride have different numbers of dims");
-  if (std::any_of(stride.begin(), stride.end(), [](std::int64_t step) { return step < 0; })) return refused("a stride is negative");
+  if (std::any_of(stride.begin(), stride.end(), [](std::int64_t step) { return step < 0; }))
+    return refused("a stride is negative");
   if (data == nullptr && *numel > 0) return refused("no memory given");
-  auto root = std::make_shared<const Root>(Root{.name = std::move(name), .dtype = dtype, .shape = shape, .data = data,
-                                                .memory_stride = std::move(stride), .fake = false, .recorder = nullptr});
-  auto impl = std::make_shared<const Impl>(
-      Impl{.root = std::move(root), .view = StridedView::contiguous(dtype, std::move(shape)), .base = {}, .chain = {}});
+  auto root = std::make_shared<const Root>(Root{.name = std::move(name),
+                                                .dtype = dtype,
+                                                .shape = shape,
+                                                .data = data,
+                                                .memory_stride = std::move(stride),
+                                                .fake = false,
+                                                .recorder = nullptr});
+  auto impl = std::make_shared<const Impl>(Impl{.root = std::move(root),
+                                                .view = StridedView::contiguous(dtype, std::move(shape)),
+                                                .base = {},
+                                                .chain = {}});
   return Tensor(std::move(impl));
 }
 
-bool Tensor::is_fake() const { return impl_->root->fake; }
-const std::string& Tensor::name() const { return impl_->root->name; }
-DType Tensor::dtype() const { return impl_->view.dtype; }
-const std::vector<std::int64_t>& Tensor::shape() const { return impl_->view.shape; }
-const std::vector<std::int64_t>& Tensor::stride() const { return impl_->view.stride; }
-std::int64_t Tensor::offset() const { return impl_->view.offset; }
-std::int64_t Tensor::dim() const { return impl_->view.dim(); }
-std::int64_t Tensor::numel() const { return impl_->view.numel(); }
-bool Tensor::is_contiguous() const { return impl_->view.is_contiguous(); }
-const OpChain& Tensor::chain() const { return impl_->chain; }
-std::string Tensor::to_string() const { return impl_->describe(); }
-const std::shared_ptr<Recorder>& Tensor::recorder() const { return impl_->root->recorder; }
+bool Tensor::is_fake() const {
+  return impl_->root->fake;
+}
+const std::string& Tensor::name() const {
+  return impl_->root->name;
+}
+DType Tensor::dtype() const {
+  return impl_->view.dtype;
+}
+const std::vector<std::int64_t>& Tensor::shape() const {
+  return impl_->view.shape;
+}
+const std::vector<std::int64_t>& Tensor::stride() const {
+  return impl_->view.stride;
+}
+std::int64_t Tensor::offset() const {
+  return impl_->view.offset;
+}
+std::int64_t Tensor::dim() const {
+  return impl_->view.dim();
+}
+std::int64_t Tensor::numel() const {
+  return impl_->view.numel();
+}
+bool Tensor::is_contiguous() const {
+  return impl_->view.is_contiguous();
+}
+const OpChain& Tensor::chain() const {
+  return impl_->chain;
+}
+std::string Tensor::to_string() const {
+  return impl_->describe();
+}
+const std::shared_ptr<Recorder>& Tensor::recorder() const {
+  return impl_->root->recorder;
+}
 
 std::int64_t Tensor::size(std::int64_t d) const {
   const std::int64_t ndim = dim();
@@ -266,7 +322,9 @@ Result<Tensor> Tensor::view(std::vector<std::int64_t> sizes) const {
   return impl_->derive(std::move(op), std::move(result));
 }
 
-Result<Tensor> Tensor::view(DType dtype) const { return impl_->derive({"view", {dtype}}, impl_->view.view(dtype)); }
+Result<Tensor> Tensor::view(DType dtype) const {
+  return impl_->derive({"view", {dtype}}, impl_->view.view(dtype));
+}
 
 Result<Tensor> Tensor::reshape(std::vector<std::int64_t> sizes) const {
   auto inferred = impl_->view.infer_sizes(sizes);
@@ -289,7 +347,9 @@ Result<Tensor> Tensor::unsqueeze(std::int64_t dim) const {
   return impl_->derive({"unsqueeze", {impl_->wrapped(dim, 1)}}, impl_->view.unsqueeze(dim));
 }
 
-Result<Tensor> Tensor::squeeze() const { return impl_->derive({"squeeze", {}}, impl_->view.squeeze()); }
+Result<Tensor> Tensor::squeeze() const {
+  return impl_->derive({"squeeze", {}}, impl_->view.squeeze());
+}
 
 Result<Tensor> Tensor::squeeze(std::vector<std::int64_t> dims) const {
   auto result = impl_->view.squeeze(dims);
@@ -297,10 +357,13 @@ Result<Tensor> Tensor::squeeze(std::vector<std::int64_t> dims) const {
 }
 
 Result<Tensor> Tensor::transpose(std::int64_t d0, std::int64_t d1) const {
-  return impl_->derive({"transpose", {impl_->wrapped(d0), impl_->wrapped(d1)}}, impl_->view.transpose(d0, d1));
+  return impl_->derive({"transpose", {impl_->wrapped(d0), impl_->wrapped(d1)}},
+                       impl_->view.transpose(d0, d1));
 }
 
-Result<Tensor> Tensor::t() const { return impl_->derive({"t", {}}, impl_->view.t()); }
+Result<Tensor> Tensor::t() const {
+  return impl_->derive({"t", {}}, impl_->view.t());
+}
 
 Result<Tensor> Tensor::permute(std::vector<std::int64_t> dims) const {
   auto result = impl_->view.permute(dims);
@@ -339,14 +402,16 @@ Result<std::vector<Tensor>> Tensor::unbind(std::int64_t dim) const {
 
 namespace {
 
-// Reads the arguments of one recorded operation. Accepts what PyTorch accepts: sizes as one list or one by one, defaults
-// left out.
+// Reads the arguments of one recorded operation. Accepts what PyTorch accepts: sizes as one list or one by
+// one, defaults left out.
 class Arguments {
  public:
   explicit Arguments(const Op& op) : args_(op.args) {}
 
   std::size_t size() const { return args_.size(); }
-  bool is_int(std::size_t i) const { return i < args_.size() && std::holds_alternative<std::int64_t>(args_[i]); }
+  bool is_int(std::size_t i) const {
+    return i < args_.size() && std::holds_alternative<std::int64_t>(args_[i]);
+  }
   bool is_list(std::size_t i) const { return i < args_.size() && std::holds_alternative<Sizes>(args_[i]); }
   bool is_dtype(std::size_t i) const { return i < args_.size() && std::holds_alternative<DType>(args_[i]); }
   bool is_items(std::size_t i) const { return i < args_.size() && std::holds_alternative<Items>(args_[i]); }
@@ -359,7 +424,9 @@ class Arguments {
   bool integers(std::size_t count) const { return args_.size() == count && all_ints(); }
   // At most `count` integers, for methods whose later arguments have defaults.
   bool integers_up_to(std::size_t count) const { return args_.size() <= count && all_ints(); }
-  std::int64_t integer_or(std::size_t i, std::int64_t otherwise) const { return is_int(i) ? integer(i) : otherwise; }
+  std::int64_t integer_or(std::size_t i, std::int64_t otherwise) const {
+    return is_int(i) ? integer(i) : otherwise;
+  }
   // One list, or any number of integers.
   std::optional<Sizes> sizes() const {
     if (args_.size() == 1 && is_list(0)) return list(0);
@@ -371,17 +438,20 @@ class Arguments {
 
  private:
   bool all_ints() const {
-    return std::all_of(args_.begin(), args_.end(), [](const OpArg& arg) { return std::holds_alternative<std::int64_t>(arg); });
+    return std::all_of(args_.begin(), args_.end(),
+                       [](const OpArg& arg) { return std::holds_alternative<std::int64_t>(arg); });
   }
   const std::vector<OpArg>& args_;
 };
 
 Status malformed(const OpSpec& spec) {
-  return Status(StatusCode::kInvalidArgument, fmt::format("expected {}", spec.signature), {.reason = Reason::kUnsupportedOp});
+  return Status(StatusCode::kInvalidArgument, fmt::format("expected {}", spec.signature),
+                {.reason = Reason::kUnsupportedOp});
 }
 
 // Applies a multi-output operation. Nothing when the arguments have the wrong form.
-std::optional<Result<std::vector<Tensor>>> apply_multi(const Tensor& tensor, OpKind kind, const Arguments& args) {
+std::optional<Result<std::vector<Tensor>>> apply_multi(const Tensor& tensor, OpKind kind,
+                                                       const Arguments& args) {
   if (kind == OpKind::kUnbind && args.integers_up_to(1)) return tensor.unbind(args.integer_or(0, 0));
   if (args.size() == 0 || args.size() > 2 || (args.size() == 2 && !args.is_int(1))) return std::nullopt;
   const std::int64_t dim = args.integer_or(1, 0);
@@ -461,7 +531,8 @@ Result<Tensor> Tensor::apply(const Tensor& root, const OpChain& chain) {
     const Op& op = chain[i];
     const OpSpec* const spec = find_op(op.method);
     const auto refuse = [&](std::string why) {
-      return tensor.impl_->refuse(op, Status(StatusCode::kInvalidArgument, std::move(why), {.reason = Reason::kUnsupportedOp}));
+      return tensor.impl_->refuse(
+          op, Status(StatusCode::kInvalidArgument, std::move(why), {.reason = Reason::kUnsupportedOp}));
     };
     if (spec == nullptr) return refuse(fmt::format("\"{}\" {}", op.method, refusal_reason(op.method)));
     const Arguments args(op);
@@ -473,12 +544,14 @@ Result<Tensor> Tensor::apply(const Tensor& root, const OpChain& chain) {
       continue;
     }
     const auto index = child_index(chain, i + 1);
-    if (!index) return refuse("it gives several tensors, and must be followed by \"__getitem__\" with one integer");
+    if (!index)
+      return refuse("it gives several tensors, and must be followed by \"__getitem__\" with one integer");
     auto results = apply_multi(tensor, spec->kind, args);
     if (!results) return tensor.impl_->refuse(op, malformed(*spec));
     if (!results->ok()) return results->status();
     const auto count = static_cast<std::int64_t>((*results)->size());
-    if (*index < -count || *index >= count) return refuse(fmt::format("it gives {} tensors, index {} is out of range", count, *index));
+    if (*index < -count || *index >= count)
+      return refuse(fmt::format("it gives {} tensors, index {} is out of range", count, *index));
     tensor = (**results)[static_cast<std::size_t>(*index < 0 ? *index + count : *index)];
     ++i;
   }
@@ -490,7 +563,8 @@ Result<Slice> Tensor::slice() const {
   if (result.ok()) return result;
   ErrorInfo info = result.status().info();
   info.tensor = name();
-  return Status(result.status().code(), fmt::format("slice of {}: {}", to_string(), result.status().message()), std::move(info));
+  return Status(result.status().code(),
+                fmt::format("slice of {}: {}", to_string(), result.status().message()), std::move(info));
 }
 
 Status Tensor::copy_out(std::byte* out, std::uint64_t out_bytes) const {

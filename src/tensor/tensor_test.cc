@@ -19,14 +19,16 @@ using ::testing::HasSubstr;
 using Sizes = std::vector<std::int64_t>;
 using testing::enumerate;
 
-Tensor fake(DType dtype, Sizes shape, std::string name = "w") { return Tensor::fake(std::move(name), dtype, std::move(shape)).value(); }
+Tensor fake(DType dtype, Sizes shape, std::string name = "w") {
+  return Tensor::fake(std::move(name), dtype, std::move(shape)).value();
+}
 
 // Follows a chain of calls that must all succeed.
-#define MUST(expr)                                                     \
-  [&] {                                                                \
-    auto must_result = (expr);                                         \
+#define MUST(expr)                                                            \
+  [&] {                                                                       \
+    auto must_result = (expr);                                                \
     if (!must_result.ok()) ADD_FAILURE() << must_result.status().to_string(); \
-    return std::move(must_result).value();                             \
+    return std::move(must_result).value();                                    \
   }()
 
 TEST(Tensor, AnswersMetadataQuestions) {
@@ -48,7 +50,10 @@ TEST(Tensor, AnswersMetadataQuestions) {
 
 TEST(Tensor, ChainsArePrintedAsPeopleWriteThem) {
   const Tensor root = fake(DType::kU8, {4, 6, 8});
-  const Tensor tensor = MUST(MUST(MUST(root.narrow(-1, -6, 4)).index({IndexSlice{1, {}, 2}, IndexEllipsis{}, IndexNone{}, std::int64_t{-1}})).reshape({-1}));
+  const Tensor tensor =
+      MUST(MUST(MUST(root.narrow(-1, -6, 4))
+                    .index({IndexSlice{1, {}, 2}, IndexEllipsis{}, IndexNone{}, std::int64_t{-1}}))
+               .reshape({-1}));
   EXPECT_EQ(to_string(tensor.chain()), ".narrow(2, 2, 4)[1::2, ..., None, -1].reshape(12)");
   EXPECT_EQ(to_string(MUST(root.split({1, 3}, 0))[1].chain()), ".split([1, 3], 0)[1]");
   EXPECT_EQ(to_string(MUST(root.view(DType::kF32)).chain()), ".view(F32)");
@@ -63,7 +68,8 @@ TEST(Tensor, RefusedShapesNameTheTensor) {
   EXPECT_FALSE(Tensor::real_strided("w", DType::kF32, {2}, {1, 1}, nullptr).ok());
 }
 
-// Goal: every malformed operation is refused, leaves its operand as it was, and the message names operation, tensor and chain.
+// Goal: every malformed operation is refused, leaves its operand as it was, and the message names operation,
+// tensor and chain.
 TEST(Tensor, MalformedOperationsAreRefusedByName) {
   const Tensor tensor = MUST(fake(DType::kBF16, {4, 6}, "layer.weight").t());  // [6, 4]
   constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
@@ -154,7 +160,8 @@ TEST(Tensor, HugeStepsDoNotOverflow) {
   constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
   EXPECT_FALSE(tensor.index({IndexSlice{{}, {}, kMax}}).ok());
   EXPECT_EQ(MUST(tensor.index({IndexEllipsis{}, IndexSlice{{}, {}, kMax}})).shape(), (Sizes{4, 1}));
-  EXPECT_EQ(MUST(tensor.index({IndexSlice{std::numeric_limits<std::int64_t>::min(), kMax, {}}})).shape(), (Sizes{4, 1 << 20}));
+  EXPECT_EQ(MUST(tensor.index({IndexSlice{std::numeric_limits<std::int64_t>::min(), kMax, {}}})).shape(),
+            (Sizes{4, 1 << 20}));
 }
 
 TEST(Tensor, ApplyChecksTheFormOfArguments) {
@@ -176,9 +183,11 @@ TEST(Tensor, ApplyChecksTheFormOfArguments) {
   refused({"__getitem__", {Sizes{0}}});
   refused({"__getitem__", {}});
   refused({"squeeze", {DType::kU8}});
-  refused({"chunk", {std::int64_t{2}}});                   // a tuple is not a tensor
+  refused({"chunk", {std::int64_t{2}}});  // a tuple is not a tensor
   refused({"unbind", {Sizes{0}}});
-  const auto child = [&](OpArg index) { return Tensor::apply(root, {{"chunk", {std::int64_t{2}, std::int64_t{0}}}, {"__getitem__", {index}}}); };
+  const auto child = [&](OpArg index) {
+    return Tensor::apply(root, {{"chunk", {std::int64_t{2}, std::int64_t{0}}}, {"__getitem__", {index}}});
+  };
   EXPECT_EQ(MUST(child(std::int64_t{1})).offset(), 12);
   EXPECT_EQ(MUST(child(std::int64_t{-1})).offset(), 12);
   EXPECT_EQ(MUST(child(std::vector<IndexItem>{std::int64_t{1}})).offset(), 12);
@@ -186,8 +195,10 @@ TEST(Tensor, ApplyChecksTheFormOfArguments) {
   EXPECT_FALSE(child(std::vector<IndexItem>{IndexSlice{}}).ok());
   EXPECT_FALSE(child(std::vector<IndexItem>{std::int64_t{1}, std::int64_t{0}}).ok());
   // Sizes one by one, or as one list.
-  EXPECT_EQ(MUST(Tensor::apply(root, {{"view", {std::int64_t{2}, std::int64_t{-1}}}})).shape(), (Sizes{2, 12}));
-  EXPECT_EQ(MUST(Tensor::apply(root, {{"permute", {std::int64_t{1}, std::int64_t{0}}}})).shape(), (Sizes{6, 4}));
+  EXPECT_EQ(MUST(Tensor::apply(root, {{"view", {std::int64_t{2}, std::int64_t{-1}}}})).shape(),
+            (Sizes{2, 12}));
+  EXPECT_EQ(MUST(Tensor::apply(root, {{"permute", {std::int64_t{1}, std::int64_t{0}}}})).shape(),
+            (Sizes{6, 4}));
   EXPECT_EQ(MUST(Tensor::apply(root, {})).shape(), root.shape());
 }
 
@@ -199,7 +210,12 @@ TEST(Tensor, SlicesOfOneSelectionAreEqualHoweverItIsWritten) {
   EXPECT_EQ(MUST(MUST(root.index({IndexSlice{32, 64, {}}})).slice()), expected);
   EXPECT_EQ(MUST(MUST(MUST(root.view({4, 32, 64})).select(0, 1)).slice()), expected);
   EXPECT_EQ(MUST(MUST(MUST(MUST(MUST(root.t()).narrow(1, 32, 32)).t()).contiguous()).slice()), expected);
-  EXPECT_EQ(MUST(MUST(MUST(MUST(MUST(root.t()).reshape({-1})).view({64, 128})).t().value().index({IndexSlice{-96, -64, 1}})).slice()), expected);
+  EXPECT_EQ(MUST(MUST(MUST(MUST(MUST(root.t()).reshape({-1})).view({64, 128}))
+                          .t()
+                          .value()
+                          .index({IndexSlice{-96, -64, 1}}))
+                     .slice()),
+            expected);
   EXPECT_EQ(expected, (Slice{{{2048, {{2048, 1}}}}}));
 }
 
@@ -225,7 +241,10 @@ TEST(Tensor, DtypeViewsChangeTheUnit) {
 
 TEST(Tensor, ChainsOfTooManyRegionsAreRefusedByName) {
   // Rows of six across the copy's rows of seven, each cut somewhere else.
-  const Tensor tensor = MUST(MUST(MUST(fake(DType::kU8, {7, 200}, "odd").t()).reshape({-1})).view({140, 10}).value().narrow(1, 2, 6));
+  const Tensor tensor = MUST(MUST(MUST(fake(DType::kU8, {7, 200}, "odd").t()).reshape({-1}))
+                                 .view({140, 10})
+                                 .value()
+                                 .narrow(1, 2, 6));
   const auto slice = tensor.slice();
   ASSERT_FALSE(slice.ok());
   EXPECT_EQ(slice.status().info().reason, Reason::kLimit);
@@ -233,14 +252,15 @@ TEST(Tensor, ChainsOfTooManyRegionsAreRefusedByName) {
   EXPECT_THAT(slice.status().message(), HasSubstr("odd.t().reshape(1400).view(140, 10).narrow(1, 2, 6)"));
 }
 
-// A packed FP4 checkpoint whose rows need a rotary permutation: chains work on the stored shape, and a reshape after a
-// transpose gathers.
+// A packed FP4 checkpoint whose rows need a rotary permutation: chains work on the stored shape, and a
+// reshape after a transpose gathers.
 TEST(Tensor, case_017_packed_rows_in_rotary_order) {
   const auto permuted = [](const char* name, std::int64_t rows) {
     const Tensor stored = fake(DType::kU8, {rows, 32}, name);
     return MUST(MUST(MUST(stored.view({rows / 8, 4, 2, 32})).transpose(1, 2)).reshape({rows, 32}));
   };
-  for (const auto& [name, rows] : {std::pair{"q_proj.weight", std::int64_t{64}}, {"k_proj.weight", std::int64_t{16}}}) {
+  for (const auto& [name, rows] :
+       {std::pair{"q_proj.weight", std::int64_t{64}}, {"k_proj.weight", std::int64_t{16}}}) {
     const Tensor tensor = permuted(name, rows);
     EXPECT_EQ(tensor.shape(), (Sizes{rows, 32}));
     EXPECT_EQ(tensor.stride(), (Sizes{32, 1}));
@@ -249,7 +269,8 @@ TEST(Tensor, case_017_packed_rows_in_rotary_order) {
     const Sizes order = enumerate(slice);
     ASSERT_EQ(order.size(), static_cast<std::size_t>(rows * 32));
     for (std::int64_t row = 0; row < rows; ++row) {
-      const std::int64_t head = row / 8, half = row % 8 / 4, pair = row % 4;  // after the transpose: [head][2][4]
+      const std::int64_t head = row / 8, half = row % 8 / 4,
+                         pair = row % 4;  // after the transpose: [head][2][4]
       const std::int64_t stored_row = head * 8 + pair * 2 + half;
       for (std::int64_t column = 0; column < 32; ++column) {
         ASSERT_EQ(order[static_cast<std::size_t>(row * 32 + column)], stored_row * 32 + column);
@@ -258,7 +279,8 @@ TEST(Tensor, case_017_packed_rows_in_rotary_order) {
   }
   // A view of the transpose is refused: it would alias, and only a copy can.
   const Tensor stored = fake(DType::kU8, {64, 32}, "q_proj.weight");
-  EXPECT_THAT(MUST(stored.view({8, 4, 2, 32}).value().transpose(1, 2)).view({64, 32}).status().message(), HasSubstr("use reshape"));
+  EXPECT_THAT(MUST(stored.view({8, 4, 2, 32}).value().transpose(1, 2)).view({64, 32}).status().message(),
+              HasSubstr("use reshape"));
   // Unpacked widths do not fit the stored bytes.
   EXPECT_FALSE(stored.view({8, 4, 2, 64}).ok());
   // Per-expert scales have one dim more.
@@ -271,7 +293,8 @@ TEST(Tensor, case_026_row_offset_on_a_scale_per_part) {
   const Tensor parts = fake(DType::kF32, {3}, "qkv_proj.weight_scale_2");
   const auto broken = parts.narrow(0, 64, 16);
   ASSERT_FALSE(broken.ok());
-  EXPECT_THAT(broken.status().message(), HasSubstr("narrow(0, 64, 16) refused on qkv_proj.weight_scale_2 F32 [3]"));
+  EXPECT_THAT(broken.status().message(),
+              HasSubstr("narrow(0, 64, 16) refused on qkv_proj.weight_scale_2 F32 [3]"));
   for (std::int64_t part = 0; part < 3; ++part) {
     const Tensor one = MUST(parts.select(0, part));
     EXPECT_EQ(one.dim(), 0);
@@ -285,8 +308,10 @@ TEST(Tensor, case_028_f4_and_its_neighbours) {
   EXPECT_EQ(bytes_of(DType::kF4, weight.numel()).value(), 8u);
   const Tensor right = MUST(weight.narrow(1, 4, 4));
   EXPECT_EQ(MUST(right.slice()), (Slice{{{4, {{2, 8}, {4, 1}}}}}));
-  EXPECT_EQ(MUST(MUST(right.view(DType::kU8)).slice()), (Slice{{{2, {{2, 4}, {2, 1}}}}})) << "2 bytes a row, at byte 2";
-  EXPECT_THAT(MUST(weight.narrow(1, 3, 2)).slice().status().message(), HasSubstr("slice of w.narrow(1, 3, 2)"));
+  EXPECT_EQ(MUST(MUST(right.view(DType::kU8)).slice()), (Slice{{{2, {{2, 4}, {2, 1}}}}}))
+      << "2 bytes a row, at byte 2";
+  EXPECT_THAT(MUST(weight.narrow(1, 3, 2)).slice().status().message(),
+              HasSubstr("slice of w.narrow(1, 3, 2)"));
   EXPECT_FALSE(MUST(weight.narrow(1, 2, 3)).slice().ok());
   EXPECT_FALSE(MUST(weight.select(1, 0)).slice().ok());
   EXPECT_FALSE(MUST(weight.t()).slice().ok());
@@ -294,17 +319,23 @@ TEST(Tensor, case_028_f4_and_its_neighbours) {
   EXPECT_FALSE(Tensor::fake("w", DType::kF4, {}).ok());
   EXPECT_EQ(MUST(weight.view(DType::kU8)).shape(), (Sizes{2, 4}));
   EXPECT_EQ(MUST(fake(DType::kU8, {2, 4}).view(DType::kF4)).shape(), (Sizes{2, 8}));
-  EXPECT_EQ(MUST(MUST(MUST(weight.view(DType::kU8)).narrow(1, 2, 2)).slice()), (Slice{{{2, {{2, 4}, {2, 1}}}}}));
+  EXPECT_EQ(MUST(MUST(MUST(weight.view(DType::kU8)).narrow(1, 2, 2)).slice()),
+            (Slice{{{2, {{2, 4}, {2, 1}}}}}));
   EXPECT_EQ(MUST(MUST(MUST(weight.select(0, 1)).view({2, 4})).slice()), (Slice{{{8, {{8, 1}}}}}));
 
-  const std::pair<DType, Sizes> others[] = {{DType::kF8E8M0, {2, 1}}, {DType::kF8E5M2, {3}}, {DType::kI64, {}}, {DType::kU16, {5}}, {DType::kBool, {9}}};
+  const std::pair<DType, Sizes> others[] = {{DType::kF8E8M0, {2, 1}},
+                                            {DType::kF8E5M2, {3}},
+                                            {DType::kI64, {}},
+                                            {DType::kU16, {5}},
+                                            {DType::kBool, {9}}};
   for (const auto& [dtype, shape] : others) {
     const Tensor tensor = fake(dtype, shape);
     EXPECT_EQ(MUST(tensor.slice()), Slice::whole(tensor.numel()));
   }
   // Raw bits travel: both halves of every byte.
   const std::vector<std::uint8_t> bits = {0x21, 0x43, 0x65, 0x87, 0xA9, 0xCB, 0xED, 0x0F};
-  const Tensor real = Tensor::real("w", DType::kF4, {2, 8}, reinterpret_cast<const std::byte*>(bits.data())).value();
+  const Tensor real =
+      Tensor::real("w", DType::kF4, {2, 8}, reinterpret_cast<const std::byte*>(bits.data())).value();
   std::vector<std::uint8_t> out(4);
   ASSERT_TRUE(MUST(real.narrow(1, 4, 4)).copy_out(reinterpret_cast<std::byte*>(out.data()), 4).ok());
   EXPECT_EQ(out, (std::vector<std::uint8_t>{0x65, 0x87, 0xED, 0x0F}));
@@ -334,7 +365,9 @@ TEST(Tensor, RealTensorsCopyTheirElements) {
   const auto* const data = reinterpret_cast<const std::byte*>(memory.data());
   const Tensor real = Tensor::real("w", DType::kBF16, {4, 6}, data).value();
   std::vector<std::uint16_t> out(8);
-  const auto copy = [&](const Tensor& tensor) { return tensor.copy_out(reinterpret_cast<std::byte*>(out.data()), out.size() * 2); };
+  const auto copy = [&](const Tensor& tensor) {
+    return tensor.copy_out(reinterpret_cast<std::byte*>(out.data()), out.size() * 2);
+  };
   ASSERT_TRUE(copy(MUST(MUST(real.narrow(1, 2, 2)).t())).ok());
   EXPECT_EQ(out, (std::vector<std::uint16_t>{102, 108, 114, 120, 103, 109, 115, 121}));
   // The same logical tensor, lying in memory by columns.
@@ -342,8 +375,10 @@ TEST(Tensor, RealTensorsCopyTheirElements) {
   EXPECT_TRUE(strided.is_contiguous()) << "its logical elements are row-major";
   ASSERT_TRUE(copy(MUST(strided.narrow(0, 2, 2))).ok());
   EXPECT_EQ(out, (std::vector<std::uint16_t>{102, 108, 114, 120, 103, 109, 115, 121}));
-  EXPECT_THAT(real.copy_out(reinterpret_cast<std::byte*>(out.data()), 4).message(), HasSubstr("takes 48 bytes, 4 given"));
-  EXPECT_THAT(fake(DType::kBF16, {8}).copy_out(reinterpret_cast<std::byte*>(out.data()), 16).message(), HasSubstr("fake"));
+  EXPECT_THAT(real.copy_out(reinterpret_cast<std::byte*>(out.data()), 4).message(),
+              HasSubstr("takes 48 bytes, 4 given"));
+  EXPECT_THAT(fake(DType::kBF16, {8}).copy_out(reinterpret_cast<std::byte*>(out.data()), 16).message(),
+              HasSubstr("fake"));
 }
 
 }  // namespace

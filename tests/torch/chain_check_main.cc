@@ -1,13 +1,16 @@
-// Applies op chains read as JSON lines from standard input and prints what became of each, one JSON line per chain, for
-// comparison with PyTorch.
+// Applies op chains read as JSON lines from standard input and prints what became of each, one JSON line per
+// chain, for comparison with PyTorch.
 //
-// In:  {"dtype": "BF16", "shape": [4, 6], "chain": [...], "layout": [1, 0], "gap": 1}   (chain as in chain_json_testing.h)
-// Out: {"ok": true, "dtype": ..., "shape": ..., "stride": ..., "offset": ..., "slice": [[offset, [[size, stride], ...]], ...],
+// In:  {"dtype": "BF16", "shape": [4, 6], "chain": [...], "layout": [1, 0], "gap": 1}   (chain as in
+// chain_json_testing.h) Out: {"ok": true, "dtype": ..., "shape": ..., "stride": ..., "offset": ..., "slice":
+// [[offset, [[size, stride], ...]], ...],
 //       "bytes": "hex", "strided_bytes": "hex"}
-//      or {"ok": false, "error": ..., "reason": ...}; where only the slice is refused, "slice_error" and "slice_reason".
+//      or {"ok": false, "error": ..., "reason": ...}; where only the slice is refused, "slice_error" and
+//      "slice_reason".
 //
-// "bytes" are the elements of the chain over real memory whose byte i is byte_at(i); "strided_bytes" the same over a tensor
-// that lies in memory with its dims in the order `layout` (outermost first) and `gap` unused elements after each row.
+// "bytes" are the elements of the chain over real memory whose byte i is byte_at(i); "strided_bytes" the same
+// over a tensor that lies in memory with its dims in the order `layout` (outermost first) and `gap` unused
+// elements after each row.
 #include <cstdio>
 #include <iostream>
 #include <string>
@@ -52,10 +55,15 @@ json check(const json& request) {
   const auto shape = request.at("shape").get<std::vector<std::int64_t>>();
   const OpChain chain = shardpull::testing::chain_from_json(request.at("chain"));
   const auto root = Tensor::fake("w", dtype, shape);
-  if (!root.ok()) return {{"ok", false}, {"error", root.status().to_string()}, {"reason", to_string(root.status().info().reason)}};
+  if (!root.ok())
+    return {{"ok", false},
+            {"error", root.status().to_string()},
+            {"reason", to_string(root.status().info().reason)}};
   const auto tensor = Tensor::apply(*root, chain);
   if (!tensor.ok()) {
-    return {{"ok", false}, {"error", tensor.status().to_string()}, {"reason", to_string(tensor.status().info().reason)}};
+    return {{"ok", false},
+            {"error", tensor.status().to_string()},
+            {"reason", to_string(tensor.status().info().reason)}};
   }
   json answer = {{"ok", true},
                  {"dtype", dtype_name(tensor->dtype())},
@@ -65,8 +73,9 @@ json check(const json& request) {
                  {"contiguous", tensor->is_contiguous()}};
   // A recorded chain replays to the same tensor.
   const auto replayed = Tensor::apply(*root, tensor->chain());
-  answer["replays"] = replayed.ok() && replayed->shape() == tensor->shape() && replayed->stride() == tensor->stride() &&
-                      replayed->offset() == tensor->offset() && replayed->chain() == tensor->chain();
+  answer["replays"] = replayed.ok() && replayed->shape() == tensor->shape() &&
+                      replayed->stride() == tensor->stride() && replayed->offset() == tensor->offset() &&
+                      replayed->chain() == tensor->chain();
   const auto slice = tensor->slice();
   if (!slice.ok()) {
     answer["slice_error"] = slice.status().to_string();
