@@ -1,4 +1,5 @@
-// Faults that systems of this kind have had, as small inputs to the machines; the numbers are those of the cases' list.
+// Faults that systems of this kind have had, as small inputs to the machines; the numbers are those of the
+// cases' list.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -84,7 +85,8 @@ TEST(Cases, case_089_a_slot_waits_for_its_exact_use_before) {
   std::size_t transfers = 0;
   for (std::uint32_t chunk = 0; chunk < 50; ++chunk) {
     b.ready(chunk);
-    if (b.transferring().size() == transfers) {  // it waits: now, and only now, the odd chunk before ends its scatter
+    if (b.transferring().size() ==
+        transfers) {  // it waits: now, and only now, the odd chunk before ends its scatter
       ASSERT_FALSE(late.empty());
       reading.erase(late.front() % 2);
       b.scattered(late.front());
@@ -109,14 +111,16 @@ TEST(Cases, case_091_sides_that_cut_differently_are_refused_naming_both) {
   ProducerBench b({.groups = 2, .names_per_group = 2, .consumers = 2, .replicas = 2});
   b.reserve(0);
   b.take();
-  const auto other = tiny_model({.groups = 2, .names_per_group = 2, .consumers = 2, .replicas = 2, .max_chunk_bytes = 1024});
+  const auto other =
+      tiny_model({.groups = 2, .names_per_group = 2, .consumers = 2, .replicas = 2, .max_chunk_bytes = 1024});
   const auto pulls = pulls_at(*other.plan(1), 0);
   b.machine.reserve(0, 1, b.life(1), 128, 2, 2, 1, pulls_digest(pulls, 2), pulls, b.out);
   EXPECT_THAT(b.all<producer_action::ReserveReply>().at(0).status.message(),
               AllOf(HasSubstr("worker 1 and worker 0 share serve slots"), HasSubstr("digests")));
   b.take();
   b.machine.reserve(0, 1, b.life(1), 64, 3, 2, 1, pulls_digest(b.pulls[1], 3), b.pulls[1], b.out);
-  EXPECT_THAT(b.all<producer_action::ReserveReply>().at(0).status.message(), HasSubstr("is 3, of trainer 0 2"));
+  EXPECT_THAT(b.all<producer_action::ReserveReply>().at(0).status.message(),
+              HasSubstr("is 3, of trainer 0 2"));
 }
 
 // A worker died during an update; everybody waited for ever.
@@ -197,7 +201,8 @@ TEST(Cases, case_097_a_mixed_state_is_labelled_until_a_full_sync) {
   b.land(1);
   b.scattered(1, kBroken);  // group 1 is half written
   const Status mixed = b.machine.version().status();
-  EXPECT_THAT(mixed.message(), AllOf(HasSubstr("module 0 is prepared(2)"), HasSubstr("module 1 is mixed(1, 2)")));
+  EXPECT_THAT(mixed.message(),
+              AllOf(HasSubstr("module 0 is prepared(2)"), HasSubstr("module 1 is mixed(1, 2)")));
   EXPECT_FALSE(b.machine.finish_update(0, 2, b.out).ok());
   b.take();
   b.start(3, 2);

@@ -1,19 +1,25 @@
 // The consumer's pipeline, chunk by chunk:
 //
-//   waiting --issue--> asked --Ready--> ready --[slot's generation]--> transferring --> landed --[module order]--> scattering --> done
-//   mapped:            asked --Ready--> ready --[module order]-----------------------------------------------> copying ----> done
-//   without keys:      waiting ---------------[module order]-----------------------------------------------> copying ----> done
+//   packed:   waiting --issue--> asked --Ready--> ready --[generation]--> transferring --> landed
+//             landed --[module order]--> scattering --> done
+//   mapped:   waiting --issue--> asked --Ready--> ready --[module order]--> copying --> done
+//   no keys:  waiting --[module order]--> copying --> done
 //
-//   issue        in plan order; the chunk K keyed chunks later is issued only after this one has landed (drain before
-//                issue). That makes the producer's `seq mod K` safe.
-//   generation   every use of a receive slot has a number. A transfer into a slot starts only when the use before it has
-//                ended its scatter (Slot::done), which precedes handing the address to the transport. Slots go round
-//                across syncs.
-//   module order a chunk within a module's span waits for the module's first chunk, which materialises and fills it.
-//   signals      a group is signalled to all its owners when every chunk of it has been read: packed chunks when they have
-//                landed, the others when their copy has ended.
-//   errors       the first one is kept and stops everything new; settle() reports it once nothing is in flight, after
-//                telling the producers which of their groups are not read any more.
+// Issue: in plan order; the chunk K keyed chunks later is issued only after this one has landed (drain before
+// issue). That makes the producer's `seq mod K` safe.
+//
+// Generation: every use of a receive slot has a number. A transfer into a slot starts only when the use
+// before it has ended its scatter (Slot::done), which precedes handing the address to the transport. Slots go
+// round across syncs.
+//
+// Module order: a chunk within a module's span waits for the module's first chunk, which materialises and
+// fills it.
+//
+// Signals: a group is signalled to all its owners when every chunk of it has been read: packed chunks when
+// they have landed, the others when their copy has ended.
+//
+// Errors: the first one is kept and stops everything new; settle() reports it once nothing is in flight,
+// after telling the producers which of their groups are not read any more.
 #include "protocol/consumer_machine.h"
 
 #include <algorithm>
@@ -32,21 +38,30 @@ using namespace consumer_action;  // NOLINT: this file is about them
 
 std::string_view to_string(WorkerState state) {
   switch (state) {
-    case WorkerState::kIdle: return "idle";
-    case WorkerState::kUpdating: return "updating";
-    case WorkerState::kPrepared: return "prepared";
-    case WorkerState::kCommitting: return "committing";
-    case WorkerState::kFailed: return "failed";
+    case WorkerState::kIdle:
+      return "idle";
+    case WorkerState::kUpdating:
+      return "updating";
+    case WorkerState::kPrepared:
+      return "prepared";
+    case WorkerState::kCommitting:
+      return "committing";
+    case WorkerState::kFailed:
+      return "failed";
   }
   return "unknown";
 }
 
 std::string to_string(const ModuleState& state) {
   switch (state.kind) {
-    case ModuleState::Kind::kUnset: return "unset";
-    case ModuleState::Kind::kCurrent: return fmt::format("current({})", state.version);
-    case ModuleState::Kind::kLanding: return fmt::format("landing({})", state.version);
-    case ModuleState::Kind::kPrepared: return fmt::format("prepared({})", state.version);
+    case ModuleState::Kind::kUnset:
+      return "unset";
+    case ModuleState::Kind::kCurrent:
+      return fmt::format("current({})", state.version);
+    case ModuleState::Kind::kLanding:
+      return fmt::format("landing({})", state.version);
+    case ModuleState::Kind::kPrepared:
+      return fmt::format("prepared({})", state.version);
     case ModuleState::Kind::kMixed:
       return state.has_old ? fmt::format("mixed({}, {})", state.old_version, state.version)
                            : fmt::format("mixed(unset, {})", state.version);
@@ -77,11 +92,11 @@ struct ChunkProgress {
 
 // What the plan fixes for a chunk beyond the plan's own words.
 struct ChunkFacts {
-  std::uint32_t ordinal = kNone;             // among the chunks with keys
-  std::vector<std::uint32_t> after;          // chunks to be done before this one touches its modules
-  std::uint32_t post_from = 0;               // chunks [post_from, this] are done before its modules are post-processed
-  std::vector<std::uint32_t> blocks;         // groups whose signal waits for this chunk
-  std::vector<std::uint32_t> entries;        // per run: distinct (name, piece), what a mapped Ready must bring
+  std::uint32_t ordinal = kNone;     // among the chunks with keys
+  std::vector<std::uint32_t> after;  // chunks to be done before this one touches its modules
+  std::uint32_t post_from = 0;  // chunks [post_from, this] are done before its modules are post-processed
+  std::vector<std::uint32_t> blocks;   // groups whose signal waits for this chunk
+  std::vector<std::uint32_t> entries;  // per run: distinct (name, piece), what a mapped Ready must bring
 };
 
 struct Slot {
@@ -144,9 +159,9 @@ struct ConsumerMachine::State {
   const ConsumerConfig config;
   const WorkerPlan& plan;
   std::vector<ChunkFacts> facts;
-  std::vector<std::uint32_t> keyed;                     // chunks with keys, in order
-  std::map<std::uint32_t, std::uint32_t> blockers_of;   // group -> chunks its signal waits for
-  std::set<std::uint32_t> fed;                          // modules the plan feeds
+  std::vector<std::uint32_t> keyed;                    // chunks with keys, in order
+  std::map<std::uint32_t, std::uint32_t> blockers_of;  // group -> chunks its signal waits for
+  std::set<std::uint32_t> fed;                         // modules the plan feeds
 
   WorkerState state = WorkerState::kIdle;
   std::uint64_t sync_id = 0, version = 0;
@@ -159,13 +174,13 @@ struct ConsumerMachine::State {
   bool asked = false;  // update() was called
   Status error;
   std::vector<ChunkProgress> chunks;
-  std::uint32_t next = 0;        // the next chunk to issue
+  std::uint32_t next = 0;  // the next chunk to issue
   std::uint32_t done_count = 0;
-  std::set<std::uint32_t> startable;       // landed, ready or without keys, and not started for module order
-  std::set<std::uint32_t> posts_due;       // chunks whose modules wait for post-processing
+  std::set<std::uint32_t> startable;  // landed, ready or without keys, and not started for module order
+  std::set<std::uint32_t> posts_due;  // chunks whose modules wait for post-processing
   std::map<std::uint32_t, std::uint32_t> blockers_left;
-  std::set<std::pair<std::uint32_t, std::uint32_t>> unconfirmed;        // (producer, group)
-  std::map<std::uint32_t, std::vector<std::uint32_t>> outgoing;         // signals of the event at hand, by producer
+  std::set<std::pair<std::uint32_t, std::uint32_t>> unconfirmed;  // (producer, group)
+  std::map<std::uint32_t, std::vector<std::uint32_t>> outgoing;   // signals of the event at hand, by producer
   std::int64_t last_progress_ns = 0;
 
   // Across syncs.
@@ -176,7 +191,7 @@ struct ConsumerMachine::State {
   bool in_flight() const { return transfers + scatters + posts != 0; }
   bool working() const { return state == WorkerState::kUpdating && asked && error.ok(); }
 
-  // ---- issuing --------------------------------------------------------------------------------------------------------
+  // ---- issuing ----------------------------------------------------------------------------------
 
   void issue(ConsumerActions& out) {
     for (; next < plan.chunks.size(); ++next) {
@@ -197,12 +212,13 @@ struct ConsumerMachine::State {
       }
       for (std::uint16_t r = 0; r < chunk.runs.size(); ++r) {
         progress.runs[r].state = RunState::kAsked;
-        out.push_back(SendPull{chunk.runs[r].producer, PullId{sync_id, plan.consumer, next, r, 0, chunk.runs[r].seq}});
+        out.push_back(
+            SendPull{chunk.runs[r].producer, PullId{sync_id, plan.consumer, next, r, 0, chunk.runs[r].seq}});
       }
     }
   }
 
-  // ---- landing --------------------------------------------------------------------------------------------------------
+  // ---- landing ----------------------------------------------------------------------------------
 
   void start_transfers(std::uint32_t c, ConsumerActions& out) {
     ChunkProgress& progress = chunks[c];
@@ -231,7 +247,7 @@ struct ConsumerMachine::State {
     }
   }
 
-  // ---- scattering -----------------------------------------------------------------------------------------------------
+  // ---- scattering -------------------------------------------------------------------------------
 
   void touch(std::uint32_t module) {
     ModuleState& m = modules[module];
@@ -246,9 +262,9 @@ struct ConsumerMachine::State {
   void start_scatters(ConsumerActions& out) {
     for (auto it = startable.begin(); it != startable.end();) {
       const std::uint32_t c = *it;
-      const bool blocked = std::any_of(facts[c].after.begin(), facts[c].after.end(), [&](std::uint32_t before) {
-        return chunks[before].state != ChunkState::kDone;
-      });
+      const bool blocked =
+          std::any_of(facts[c].after.begin(), facts[c].after.end(),
+                      [&](std::uint32_t before) { return chunks[before].state != ChunkState::kDone; });
       if (blocked) {
         ++it;
         continue;
@@ -286,7 +302,7 @@ struct ConsumerMachine::State {
     }
   }
 
-  // ---- what follows from an event -------------------------------------------------------------------------------------
+  // ---- what follows from an event ---------------------------------------------------------------
 
   void advance(ConsumerActions& out) {
     if (working()) {
@@ -311,7 +327,8 @@ struct ConsumerMachine::State {
         out.push_back(FinishDone{sync_id, error});
         return;
       }
-      for (const std::uint32_t module : fed) modules[module] = {ModuleState::Kind::kCurrent, version, 0, false};
+      for (const std::uint32_t module : fed)
+        modules[module] = {ModuleState::Kind::kCurrent, version, 0, false};
       committed = version;
       state = WorkerState::kIdle;
       out.push_back(FinishDone{sync_id, {}});
@@ -395,7 +412,8 @@ struct ConsumerMachine::State {
   }
 };
 
-ConsumerMachine::ConsumerMachine(ConsumerConfig config) : state_(std::make_unique<State>(std::move(config))) {}
+ConsumerMachine::ConsumerMachine(ConsumerConfig config)
+    : state_(std::make_unique<State>(std::move(config))) {}
 ConsumerMachine::~ConsumerMachine() = default;
 
 Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version,
@@ -405,12 +423,15 @@ Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id,
   if (s.shut) return shutting_down();
   const std::string me = worker_name(s.plan.consumer);
   if (s.state == WorkerState::kUpdating || s.state == WorkerState::kCommitting) {
-    return wrong_state(fmt::format("{}: start_update of sync {} while {} in sync {}", me, sync_id, to_string(s.state), s.sync_id));
+    return wrong_state(fmt::format("{}: start_update of sync {} while {} in sync {}", me, sync_id,
+                                   to_string(s.state), s.sync_id));
   }
   if (s.in_flight()) {
-    return wrong_state(fmt::format("{}: start_update of sync {} while post-processing of sync {} runs", me, sync_id, s.sync_id));
+    return wrong_state(fmt::format("{}: start_update of sync {} while post-processing of sync {} runs", me,
+                                   sync_id, s.sync_id));
   }
-  if (sync_id <= s.sync_id) return wrong_state(fmt::format("{}: sync {} is not after sync {}", me, sync_id, s.sync_id));
+  if (sync_id <= s.sync_id)
+    return wrong_state(fmt::format("{}: sync {} is not after sync {}", me, sync_id, s.sync_id));
   s.state = WorkerState::kUpdating;
   s.sync_id = sync_id;
   s.version = version;
@@ -433,8 +454,8 @@ Status ConsumerMachine::update(std::int64_t now_ns, ConsumerActions& out) {
   if (s.shut) return shutting_down();
   if (s.state == WorkerState::kFailed || !s.error.ok()) return s.error;
   if (s.state != WorkerState::kUpdating || s.asked) {
-    return wrong_state(fmt::format("{}: update without start_update (the worker is {})", worker_name(s.plan.consumer),
-                                   to_string(s.state)));
+    return wrong_state(fmt::format("{}: update without start_update (the worker is {})",
+                                   worker_name(s.plan.consumer), to_string(s.state)));
   }
   s.asked = true;
   s.last_progress_ns = now_ns;
@@ -451,11 +472,13 @@ void ConsumerMachine::ready(std::int64_t now_ns, std::uint32_t producer, const P
   const Chunk& chunk = s.plan.chunks[pull.chunk];
   const auto corrupt = [&](std::string message) {
     s.set_error(peer_error(StatusCode::kDataLoss, trainer_name(producer),
-                           fmt::format("{}: {} {}", s.describe(pull.chunk), trainer_name(producer), message), Reason::kCorrupt),
+                           fmt::format("{}: {} {}", s.describe(pull.chunk), trainer_name(producer), message),
+                           Reason::kCorrupt),
                 true, out);
   };
   if (ready.path != chunk.path) {
-    return corrupt(fmt::format("answered on path {}, the plan says {}", to_string(ready.path), to_string(chunk.path)));
+    return corrupt(
+        fmt::format("answered on path {}, the plan says {}", to_string(ready.path), to_string(chunk.path)));
   }
   if (chunk.path == Path::kPacked && ready.bytes != chunk.runs[pull.run].bytes) {
     return corrupt(fmt::format("packed {} bytes, the plan says {}", ready.bytes, chunk.runs[pull.run].bytes));
@@ -477,16 +500,17 @@ void ConsumerMachine::ready(std::int64_t now_ns, std::uint32_t producer, const P
   s.advance(out);
 }
 
-void ConsumerMachine::pull_failed(std::int64_t now_ns, std::uint32_t producer, const PullId& pull, const Status& why,
-                                  ConsumerActions& out) {
+void ConsumerMachine::pull_failed(std::int64_t now_ns, std::uint32_t producer, const PullId& pull,
+                                  const Status& why, ConsumerActions& out) {
   State& s = *state_;
   (void)now_ns;
   if (s.awaited(producer, pull) == nullptr) return;
-  s.set_error(why.with_context(fmt::format("{} from {}", s.describe(pull.chunk), trainer_name(producer))), true, out);
+  s.set_error(why.with_context(fmt::format("{} from {}", s.describe(pull.chunk), trainer_name(producer))),
+              true, out);
 }
 
-void ConsumerMachine::transfer_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, std::uint16_t run,
-                                    const Status& status, ConsumerActions& out) {
+void ConsumerMachine::transfer_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk,
+                                    std::uint16_t run, const Status& status, ConsumerActions& out) {
   State& s = *state_;
   if (sync_id != s.sync_id || chunk >= s.chunks.size() || run >= s.chunks[chunk].runs.size() ||
       s.chunks[chunk].runs[run].state != RunState::kTransferring) {
@@ -499,7 +523,8 @@ void ConsumerMachine::transfer_done(std::int64_t now_ns, std::uint64_t sync_id, 
   s.last_progress_ns = now_ns;
   if (!status.ok()) {
     return s.set_error(
-        status.with_context(fmt::format("{} from {}", s.describe(chunk), trainer_name(s.plan.chunks[chunk].runs[run].producer))),
+        status.with_context(fmt::format("{} from {}", s.describe(chunk),
+                                        trainer_name(s.plan.chunks[chunk].runs[run].producer))),
         true, out);
   }
   if (s.working() && std::all_of(progress.runs.begin(), progress.runs.end(),
@@ -511,8 +536,8 @@ void ConsumerMachine::transfer_done(std::int64_t now_ns, std::uint64_t sync_id, 
   s.advance(out);
 }
 
-void ConsumerMachine::scatter_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, const Status& status,
-                                   ConsumerActions& out) {
+void ConsumerMachine::scatter_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk,
+                                   const Status& status, ConsumerActions& out) {
   State& s = *state_;
   if (sync_id != s.sync_id || chunk >= s.chunks.size() || s.chunks[chunk].state != ChunkState::kScattering) {
     ++s.drops.unknown;
@@ -528,14 +553,16 @@ void ConsumerMachine::scatter_done(std::int64_t now_ns, std::uint64_t sync_id, s
     ++s.done_count;
     if (!progress.read) s.end_reading(chunk);
     if (!s.plan.chunks[chunk].post_process.empty()) s.posts_due.insert(chunk);
-    // The slot's next use, if it was handed out: a slot has at most two, as the one after next waits for the next to land.
-    if (progress.slot != kNone && s.slots[progress.slot].user != chunk) s.start_transfers(s.slots[progress.slot].user, out);
+    // The slot's next use, if it was handed out: a slot has at most two, as the one after next waits for the
+    // next to land.
+    if (progress.slot != kNone && s.slots[progress.slot].user != chunk)
+      s.start_transfers(s.slots[progress.slot].user, out);
   }
   s.advance(out);
 }
 
-void ConsumerMachine::post_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, const Status& status,
-                                ConsumerActions& out) {
+void ConsumerMachine::post_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk,
+                                const Status& status, ConsumerActions& out) {
   State& s = *state_;
   if (sync_id != s.sync_id || chunk >= s.chunks.size() || !s.chunks[chunk].posting) {
     ++s.drops.unknown;
@@ -544,7 +571,8 @@ void ConsumerMachine::post_done(std::int64_t now_ns, std::uint64_t sync_id, std:
   s.chunks[chunk].posting = false;
   --s.posts;
   s.last_progress_ns = now_ns;
-  if (!status.ok()) return s.set_error(status.with_context(s.describe(chunk) + ": post-processing"), true, out);
+  if (!status.ok())
+    return s.set_error(status.with_context(s.describe(chunk) + ": post-processing"), true, out);
   for (const std::uint32_t module : s.plan.chunks[chunk].post_process) {
     if (!s.fed.contains(module)) continue;
     s.modules[module].kind = ModuleState::Kind::kPrepared;
@@ -575,26 +603,28 @@ Status ConsumerMachine::finish_update(std::int64_t now_ns, std::uint64_t sync_id
   if (s.shut) return shutting_down();
   if (sync_id == s.sync_id && !s.error.ok()) return s.error;
   if (sync_id != s.sync_id || s.state != WorkerState::kPrepared) {
-    return wrong_state(fmt::format("{}: finish_update of sync {} while {} in sync {}", worker_name(s.plan.consumer), sync_id,
-                                   to_string(s.state), s.sync_id));
+    return wrong_state(fmt::format("{}: finish_update of sync {} while {} in sync {}",
+                                   worker_name(s.plan.consumer), sync_id, to_string(s.state), s.sync_id));
   }
   s.state = WorkerState::kCommitting;
   s.settle(out);
   return {};
 }
 
-void ConsumerMachine::producer_lost(std::int64_t now_ns, std::uint32_t producer, const Status& why, ConsumerActions& out) {
+void ConsumerMachine::producer_lost(std::int64_t now_ns, std::uint32_t producer, const Status& why,
+                                    ConsumerActions& out) {
   State& s = *state_;
   (void)now_ns;
   if (!s.error.ok() || !s.needs(producer)) return;
   s.set_error(Status(StatusCode::kUnavailable,
-                     fmt::format("{} lost {} in sync {}: {}", worker_name(s.plan.consumer), trainer_name(producer), s.sync_id,
-                                 why.message()),
+                     fmt::format("{} lost {} in sync {}: {}", worker_name(s.plan.consumer),
+                                 trainer_name(producer), s.sync_id, why.message()),
                      {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = trainer_name(producer)}),
               true, out);
 }
 
-void ConsumerMachine::fail(std::int64_t now_ns, std::uint64_t sync_id, const Status& why, ConsumerActions& out) {
+void ConsumerMachine::fail(std::int64_t now_ns, std::uint64_t sync_id, const Status& why,
+                           ConsumerActions& out) {
   State& s = *state_;
   (void)now_ns;
   if (sync_id != s.sync_id) {
@@ -611,7 +641,8 @@ void ConsumerMachine::tick(std::int64_t now_ns, ConsumerActions& out) {
   for (std::uint32_t c = 0; c < s.chunks.size(); ++c) {
     for (std::size_t r = 0; r < s.chunks[c].runs.size(); ++r) {
       if (s.chunks[c].runs[r].state != RunState::kTransferring) continue;
-      waiting += fmt::format("; the transfer of chunk {} from {}", c, trainer_name(s.plan.chunks[c].runs[r].producer));
+      waiting += fmt::format("; the transfer of chunk {} from {}", c,
+                             trainer_name(s.plan.chunks[c].runs[r].producer));
     }
     if (s.chunks[c].state == ChunkState::kScattering) waiting += fmt::format("; the copies of chunk {}", c);
   }
@@ -619,12 +650,14 @@ void ConsumerMachine::tick(std::int64_t now_ns, ConsumerActions& out) {
     std::map<std::uint32_t, std::vector<std::uint32_t>> by_producer;
     for (const auto& [producer, group] : s.unconfirmed) by_producer[producer].push_back(group);
     for (const auto& [producer, groups] : by_producer) {
-      waiting += fmt::format("; {} to confirm the signals of {}", trainer_name(producer), count_noun("group", groups));
+      waiting += fmt::format("; {} to confirm the signals of {}", trainer_name(producer),
+                             count_noun("group", groups));
     }
   }
   if (waiting.empty()) return;
-  s.set_error(stalled(fmt::format("{}: sync {} made no progress for {:.3g} s, waiting for{}", worker_name(s.plan.consumer),
-                                  s.sync_id, static_cast<double>(now_ns - s.last_progress_ns) / 1e9, waiting.substr(1))),
+  s.set_error(stalled(fmt::format("{}: sync {} made no progress for {:.3g} s, waiting for{}",
+                                  worker_name(s.plan.consumer), s.sync_id,
+                                  static_cast<double>(now_ns - s.last_progress_ns) / 1e9, waiting.substr(1))),
               true, out);
 }
 
@@ -632,14 +665,25 @@ void ConsumerMachine::shutdown(ConsumerActions& out) {
   State& s = *state_;
   if (s.shut) return;
   s.shut = true;
-  if (s.state == WorkerState::kUpdating || s.state == WorkerState::kPrepared) s.set_error(shutting_down(), true, out);
+  if (s.state == WorkerState::kUpdating || s.state == WorkerState::kPrepared)
+    s.set_error(shutting_down(), true, out);
 }
 
-WorkerState ConsumerMachine::state() const { return state_->state; }
-std::uint64_t ConsumerMachine::sync_id() const { return state_->sync_id; }
-bool ConsumerMachine::in_flight() const { return state_->in_flight(); }
-const std::vector<ModuleState>& ConsumerMachine::modules() const { return state_->modules; }
-const DropCounters& ConsumerMachine::drops() const { return state_->drops; }
+WorkerState ConsumerMachine::state() const {
+  return state_->state;
+}
+std::uint64_t ConsumerMachine::sync_id() const {
+  return state_->sync_id;
+}
+bool ConsumerMachine::in_flight() const {
+  return state_->in_flight();
+}
+const std::vector<ModuleState>& ConsumerMachine::modules() const {
+  return state_->modules;
+}
+const DropCounters& ConsumerMachine::drops() const {
+  return state_->drops;
+}
 
 Result<std::uint64_t> ConsumerMachine::version() const {
   const State& s = *state_;
@@ -648,12 +692,14 @@ Result<std::uint64_t> ConsumerMachine::version() const {
   for (const std::uint32_t module : s.fed) {
     const ModuleState& m = s.modules[module];
     if (m.kind == ModuleState::Kind::kCurrent && s.committed && *s.committed == m.version) continue;
-    if (++count <= 8) others += fmt::format("{}module {} is {}", others.empty() ? "" : ", ", module, to_string(m));
+    if (++count <= 8)
+      others += fmt::format("{}module {} is {}", others.empty() ? "" : ", ", module, to_string(m));
   }
   if (count == 0 && s.committed) return *s.committed;
-  return wrong_state(count == 0 ? fmt::format("{} holds no version yet", worker_name(s.plan.consumer))
-                                : fmt::format("{} holds no single version: {}{}", worker_name(s.plan.consumer), others,
-                                              count > 8 ? fmt::format(", ... ({} in all)", count) : ""));
+  return wrong_state(count == 0
+                         ? fmt::format("{} holds no version yet", worker_name(s.plan.consumer))
+                         : fmt::format("{} holds no single version: {}{}", worker_name(s.plan.consumer),
+                                       others, count > 8 ? fmt::format(", ... ({} in all)", count) : ""));
 }
 
 }  // namespace shardpull

@@ -1,11 +1,12 @@
 // ConsumerMachine: one worker's pull pipeline, K slots deep. Rules: docs/PROTOCOL.md, "Consumer".
 //
-//   idle --start_update--> updating(sync) --update--> ... all chunks landed, scattered, signals confirmed --> prepared
-//   prepared --finish_update--> committing --> idle(version)          any error --> failed --start_update--> updating
+//   idle --start_update--> updating --update--> ... everything landed, scattered, confirmed --> prepared
+//   prepared --finish_update--> committing --> idle
+//   any error --> failed --start_update--> updating
 //
-// An error stops everything new at once and is reported when what is in flight (transfers, copies, scatters, hooks) has
-// ended: until then the worker is still "updating". Pulls that are not answered yet are not in flight: a producer writes
-// nothing here by itself, and its late answer is dropped.
+// An error stops everything new at once and is reported when what is in flight (transfers, copies, scatters,
+// hooks) has ended: until then the worker is still "updating". Pulls that are not answered yet are not in
+// flight: a producer writes nothing here by itself, and its late answer is dropped.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +25,9 @@ std::string_view to_string(WorkerState state);
 // What a module's bytes are worth.
 struct ModuleState {
   enum class Kind : std::uint8_t { kUnset, kCurrent, kLanding, kPrepared, kMixed };
-  Kind kind = Kind::kUnset;       // unset: nothing has landed in it yet
-  std::uint64_t version = 0;      // current: its version; landing, prepared: the version under way; mixed: the later one
+  Kind kind = Kind::kUnset;  // unset: nothing has landed in it yet
+  std::uint64_t version =
+      0;  // current: its version; landing, prepared: the version under way; mixed: the later one
   std::uint64_t old_version = 0;  // landing, prepared, mixed: what it held before, where has_old
   bool has_old = false;
   friend bool operator==(const ModuleState&, const ModuleState&) = default;
@@ -34,39 +36,72 @@ std::string to_string(const ModuleState& state);  // "current(3)", "mixed(2, 3)"
 
 struct ConsumerConfig {
   std::shared_ptr<const WorkerPlan> plan;
-  std::uint32_t num_modules = 0;               // Recording::modules.size()
-  // Bounds what no producer's watchdog sees: a transfer, copy or scatter under way, and signals not confirmed after the last
-  // chunk. A pull that waits for its group is covered by the producer's own watchdog, however long others keep it waiting.
+  std::uint32_t num_modules = 0;  // Recording::modules.size()
+  // Bounds what no producer's watchdog sees: a transfer, copy or scatter under way, and signals not confirmed
+  // after the last chunk. A pull that waits for its group is covered by the producer's own watchdog, however
+  // long others keep it waiting.
   std::int64_t stall_timeout_ns = 300'000'000'000;
 };
 
 namespace consumer_action {
-struct SendPull { std::uint32_t producer = 0; PullId pull; };
+struct SendPull {
+  std::uint32_t producer = 0;
+  PullId pull;
+};
 // Packed: read the producer's slot into receive slot `slot` at the run's offset. Answer with transfer_done().
-struct StartTransfer { std::uint32_t chunk = 0; std::uint16_t run = 0; std::uint32_t producer = 0; std::uint32_t slot = 0; ReadyInfo ready; };
-// At most K scatters and copies run at once; they may end in any order. Those that depend on one another (a module's later
-// chunks on its first, which materialises and fills) are started in turn.
+struct StartTransfer {
+  std::uint32_t chunk = 0;
+  std::uint16_t run = 0;
+  std::uint32_t producer = 0;
+  std::uint32_t slot = 0;
+  ReadyInfo ready;
+};
+// At most K scatters and copies run at once; they may end in any order. Those that depend on one another (a
+// module's later chunks on its first, which materialises and fills) are started in turn.
 //
-// Packed, all runs landed: materialise the chunk's modules, run their fills, scatter the slot. Answer with scatter_done().
-struct StartScatter { std::uint32_t chunk = 0; std::uint32_t slot = 0; };
-// Mapped: materialise, fill and copy straight from the producers' memory. `ready` has one entry per run. Answer with
-// scatter_done(): the producers' memory is no longer read then. Also used, with no runs, for chunks without keys.
-struct StartCopy { std::uint32_t chunk = 0; std::vector<ReadyInfo> ready; };
-// Post-process the modules whose last chunk this is: everything of them has been scattered. Answer with post_done(). Must not
-// delay scatters: it has a thread of its own, and several may be waiting.
-struct StartPost { std::uint32_t chunk = 0; };
-// Tell the producer that these groups will not be read any more. Confirmed by signals_acked(); resent never (the channel is
-// reliable while the peer lives). Also sent, of what had been asked for, when a failed sync has drained here; nobody waits for
-// those confirmations.
-struct SendSignals { std::uint32_t producer = 0; std::uint64_t sync_id = 0; std::vector<std::uint32_t> groups; };
-// update() is over: prepared (every chunk landed, scattered, signals confirmed; hooks may still run until finish_update), or the
-// first error (nothing is in flight any more). At most once prepared and once failed per sync: the error also follows when
-// the sync fails before update() or after it was prepared.
-struct UpdateDone { std::uint64_t sync_id = 0; Status status; };
+// Packed, all runs landed: materialise the chunk's modules, run their fills, scatter the slot. Answer with
+// scatter_done().
+struct StartScatter {
+  std::uint32_t chunk = 0;
+  std::uint32_t slot = 0;
+};
+// Mapped: materialise, fill and copy straight from the producers' memory. `ready` has one entry per run.
+// Answer with scatter_done(): the producers' memory is no longer read then. Also used, with no runs, for
+// chunks without keys.
+struct StartCopy {
+  std::uint32_t chunk = 0;
+  std::vector<ReadyInfo> ready;
+};
+// Post-process the modules whose last chunk this is: everything of them has been scattered. Answer with
+// post_done(). Must not delay scatters: it has a thread of its own, and several may be waiting.
+struct StartPost {
+  std::uint32_t chunk = 0;
+};
+// Tell the producer that these groups will not be read any more. Confirmed by signals_acked(); resent never
+// (the channel is reliable while the peer lives). Also sent, of what had been asked for, when a failed sync
+// has drained here; nobody waits for those confirmations.
+struct SendSignals {
+  std::uint32_t producer = 0;
+  std::uint64_t sync_id = 0;
+  std::vector<std::uint32_t> groups;
+};
+// update() is over: prepared (every chunk landed, scattered, signals confirmed; hooks may still run until
+// finish_update), or the first error (nothing is in flight any more). At most once prepared and once failed
+// per sync: the error also follows when the sync fails before update() or after it was prepared.
+struct UpdateDone {
+  std::uint64_t sync_id = 0;
+  Status status;
+};
 // finish_update() is over: hooks drained, committed; or the error.
-struct FinishDone { std::uint64_t sync_id = 0; Status status; };
+struct FinishDone {
+  std::uint64_t sync_id = 0;
+  Status status;
+};
 // This worker failed a sync by itself: tell the sender.
-struct ReportFailure { std::uint64_t sync_id = 0; Status status; };
+struct ReportFailure {
+  std::uint64_t sync_id = 0;
+  Status status;
+};
 }  // namespace consumer_action
 
 using ConsumerAction =
@@ -80,37 +115,42 @@ class ConsumerMachine {
   explicit ConsumerMachine(ConsumerConfig config);
   ~ConsumerMachine();
 
-  // Legal from idle, prepared (abandoned), failed, once nothing is in flight. Refused: while updating (also while an error
-  // drains) or committing, a sync id not above the last one, after shutdown.
-  Status start_update(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version, ConsumerActions& out);
-  // Signals the groups this worker takes nothing from, issues the first K pulls. Refused without start_update, with the first
-  // error when the sync has failed already.
+  // Legal from idle, prepared (abandoned), failed, once nothing is in flight. Refused: while updating (also
+  // while an error drains) or committing, a sync id not above the last one, after shutdown.
+  Status start_update(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version,
+                      ConsumerActions& out);
+  // Signals the groups this worker takes nothing from, issues the first K pulls. Refused without
+  // start_update, with the first error when the sync has failed already.
   Status update(std::int64_t now_ns, ConsumerActions& out);
-  void ready(std::int64_t now_ns, std::uint32_t producer, const PullId& pull, ReadyInfo ready, ConsumerActions& out);
-  void pull_failed(std::int64_t now_ns, std::uint32_t producer, const PullId& pull, const Status& why, ConsumerActions& out);
-  void transfer_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, std::uint16_t run, const Status& status,
-                     ConsumerActions& out);
-  void scatter_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, const Status& status, ConsumerActions& out);
-  void post_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, const Status& status, ConsumerActions& out);
+  void ready(std::int64_t now_ns, std::uint32_t producer, const PullId& pull, ReadyInfo ready,
+             ConsumerActions& out);
+  void pull_failed(std::int64_t now_ns, std::uint32_t producer, const PullId& pull, const Status& why,
+                   ConsumerActions& out);
+  void transfer_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, std::uint16_t run,
+                     const Status& status, ConsumerActions& out);
+  void scatter_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, const Status& status,
+                    ConsumerActions& out);
+  void post_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, const Status& status,
+                 ConsumerActions& out);
   void signals_acked(std::int64_t now_ns, std::uint32_t producer, std::uint64_t sync_id,
                      const std::vector<std::uint32_t>& groups, ConsumerActions& out);
   // The commit; FinishDone follows. Refused unless prepared, with the first error when the sync has failed.
   Status finish_update(std::int64_t now_ns, std::uint64_t sync_id, ConsumerActions& out);
   // A producer is gone: the update fails with `why` if it still needs one of its chunks or confirmations.
   void producer_lost(std::int64_t now_ns, std::uint32_t producer, const Status& why, ConsumerActions& out);
-  // The sync failed elsewhere: it fails here with `why` (the first error is kept) once what is in flight has ended. No effect
-  // while committing: the commit was decided by the sender, and a mate may have seen it.
+  // The sync failed elsewhere: it fails here with `why` (the first error is kept) once what is in flight has
+  // ended. No effect while committing: the commit was decided by the sender, and a mate may have seen it.
   void fail(std::int64_t now_ns, std::uint64_t sync_id, const Status& why, ConsumerActions& out);
   void tick(std::int64_t now_ns, ConsumerActions& out);
-  // The update, if any, fails with SHUTDOWN once what is in flight has ended; wait for !in_flight() before memory is freed.
-  // Idempotent; later calls are refused.
+  // The update, if any, fails with SHUTDOWN once what is in flight has ended; wait for !in_flight() before
+  // memory is freed. Idempotent; later calls are refused.
   void shutdown(ConsumerActions& out);
 
   WorkerState state() const;
   std::uint64_t sync_id() const;
-  const Status& failure() const;                   // of the last sync; OK when it did not fail
-  bool in_flight() const;                          // a transfer, copy, scatter or hook has not ended
-  const std::vector<ModuleState>& modules() const; // by Recording::modules index
+  const Status& failure() const;                    // of the last sync; OK when it did not fail
+  bool in_flight() const;                           // a transfer, copy, scatter or hook has not ended
+  const std::vector<ModuleState>& modules() const;  // by Recording::modules index
   // The version every module of the plan holds, or FAILED_PRECONDITION listing the mixed ones.
   Result<std::uint64_t> version() const;
   const DropCounters& drops() const;

@@ -25,7 +25,7 @@ using Kind = ModuleState::Kind;
 
 const Status kBroken(StatusCode::kDataLoss, "broken");
 
-// ---- the pipeline -------------------------------------------------------------------------------------------------------
+// ---- the pipeline -------------------------------------------------------------------------------
 
 TEST(ConsumerPipeline, IssuesKDeepFromTheFirstUpdateOn) {
   for (const std::uint32_t depth : {1u, 2u, 4u}) {
@@ -57,7 +57,8 @@ TEST(ConsumerPipeline, AskedOnceForEachPullWithItsPlaceInTheLane) {
       EXPECT_EQ(pull.pull.sync_id, sync);
       asked.emplace_back(pull.producer, pull.pull.seq);
     }
-    EXPECT_THAT(asked, ElementsAre(Pair(0u, 0u), Pair(1u, 0u), Pair(0u, 1u), Pair(1u, 1u))) << "seq restarts each sync";
+    EXPECT_THAT(asked, ElementsAre(Pair(0u, 0u), Pair(1u, 0u), Pair(0u, 1u), Pair(1u, 1u)))
+        << "seq restarts each sync";
     EXPECT_EQ(b.update_result(), Status());
     ASSERT_EQ(b.machine.finish_update(0, sync, b.out), Status());
     b.take();
@@ -95,7 +96,8 @@ TEST(ConsumerPipeline, ReceiveSlotsGoRoundAcrossSyncs) {
 }
 
 TEST(ConsumerPipeline, AChunkHasLandedWhenAllItsRunsHave) {
-  ConsumerBench b({.groups = 2, .names_per_group = 2, .producers = 2, .max_chunk_bytes = 128, .pull_split = 2});
+  ConsumerBench b(
+      {.groups = 2, .names_per_group = 2, .producers = 2, .max_chunk_bytes = 128, .pull_split = 2});
   ASSERT_EQ(b.plan->chunks[0].runs.size(), 2u);
   b.start(1, 10);
   b.ready(0, 1);
@@ -141,7 +143,7 @@ TEST(ConsumerPipeline, PostProcessingDelaysNothing) {
   EXPECT_TRUE(b.machine.in_flight());
 }
 
-// ---- signals ------------------------------------------------------------------------------------------------------------
+// ---- signals ------------------------------------------------------------------------------------
 
 TEST(ConsumerSignals, APackedGroupIsSignalledWhenItHasArrived) {
   ConsumerBench b({.groups = 2, .producers = 2});  // everybody holds everything: both are told
@@ -189,7 +191,8 @@ TEST(ConsumerSignals, GroupsItTakesNothingFromAreSignalledAtTheStart) {
 }
 
 TEST(ConsumerSignals, EveryGroupOnceToEveryOwnerAndAllConfirmedBeforeUpdateReturns) {
-  ConsumerBench b({.groups = 5, .names_per_group = 2, .producers = 3, .ring_depth = 2, .pipeline_stages = true});
+  ConsumerBench b(
+      {.groups = 5, .names_per_group = 2, .producers = 3, .ring_depth = 2, .pipeline_stages = true});
   b.start(1, 10);
   for (std::uint32_t chunk = 0; chunk < b.plan->chunks.size(); ++chunk) {
     b.ready(chunk);
@@ -197,12 +200,14 @@ TEST(ConsumerSignals, EveryGroupOnceToEveryOwnerAndAllConfirmedBeforeUpdateRetur
     b.scattered(chunk);
   }
   const auto signalled = b.signalled();
-  EXPECT_THAT(signalled, UnorderedElementsAre(Pair(0u, 0u), Pair(1u, 1u), Pair(2u, 2u), Pair(0u, 3u), Pair(1u, 4u)));
+  EXPECT_THAT(signalled,
+              UnorderedElementsAre(Pair(0u, 0u), Pair(1u, 1u), Pair(2u, 2u), Pair(0u, 3u), Pair(1u, 4u)));
   EXPECT_EQ(b.count<UpdateDone>(), 0u);
   for (std::size_t i = 0; i < signalled.size(); ++i) {
     EXPECT_EQ(b.count<UpdateDone>(), 0u);
     b.machine.signals_acked(0, signalled[i].first, 1, {signalled[i].second}, b.out);
-    b.machine.signals_acked(0, signalled[i].first, 1, {signalled[i].second}, b.out);  // confirmed twice: no effect
+    b.machine.signals_acked(0, signalled[i].first, 1, {signalled[i].second},
+                            b.out);  // confirmed twice: no effect
   }
   EXPECT_EQ(b.count<UpdateDone>(), 1u);
   EXPECT_EQ(b.update_result(), Status());
@@ -220,7 +225,7 @@ TEST(ConsumerSignals, ConfirmationsOfAnotherSyncAreDropped) {
   EXPECT_EQ(b.machine.drops().stale_sync, 1u);
 }
 
-// ---- replies that do not fit --------------------------------------------------------------------------------------------
+// ---- replies that do not fit --------------------------------------------------------------------
 
 TEST(ConsumerReplies, ThoseThatAnswerNothingAreDroppedAndCounted) {
   ConsumerBench b({.groups = 3, .producers = 2});
@@ -256,7 +261,7 @@ TEST(ConsumerReplies, ThoseThatAnswerNothingAreDroppedAndCounted) {
   drop(b.plan->chunks[2].runs[0].producer, b.pull_id(2));  // not asked for yet
   b.ready(0);
   EXPECT_THAT(b.transferring(), ElementsAre(0u));
-  drop(producer, b.pull_id(0));  // answered before
+  drop(producer, b.pull_id(0));                    // answered before
   b.machine.transfer_done(0, 5, 1, 0, {}, b.out);  // no such transfer
   b.machine.scatter_done(0, 5, 0, {}, b.out);
   b.machine.post_done(0, 5, 0, {}, b.out);
@@ -275,12 +280,14 @@ TEST(ConsumerReplies, OneThatDiffersFromThePlanFailsTheSyncNamingChunkAndProduce
     EXPECT_EQ(b.update_result().info().peer, "trainer 0");
     return b.update_result().message();
   };
-  EXPECT_THAT(fail_with({}, [](ReadyInfo& r) { r.bytes = 60; }), HasSubstr("chunk 0 (group 0): trainer 0 packed 60 bytes, the plan says 64"));
+  EXPECT_THAT(fail_with({}, [](ReadyInfo& r) { r.bytes = 60; }),
+              HasSubstr("chunk 0 (group 0): trainer 0 packed 60 bytes, the plan says 64"));
   EXPECT_THAT(fail_with({}, [](ReadyInfo& r) { r.path = Path::kMapped; }), HasSubstr("path"));
-  EXPECT_THAT(fail_with({.path = Path::kMapped}, [](ReadyInfo& r) { r.entries.clear(); }), HasSubstr("named 0 tensors, the plan says 1"));
+  EXPECT_THAT(fail_with({.path = Path::kMapped}, [](ReadyInfo& r) { r.entries.clear(); }),
+              HasSubstr("named 0 tensors, the plan says 1"));
 }
 
-// ---- errors -------------------------------------------------------------------------------------------------------------
+// ---- errors -------------------------------------------------------------------------------------
 
 TEST(ConsumerErrors, InFlightWorkEndsBeforeTheFirstErrorIsReported) {
   ConsumerBench b({.groups = 6, .ring_depth = 3});
@@ -289,9 +296,9 @@ TEST(ConsumerErrors, InFlightWorkEndsBeforeTheFirstErrorIsReported) {
   b.land(0);
   b.scattered(0);  // its hook runs
   b.ready(1);
-  b.land(1);       // its scatter runs
-  b.ready(2);      // its transfer runs
-  b.ready(3);      // so does this one
+  b.land(1);   // its scatter runs
+  b.ready(2);  // its transfer runs
+  b.ready(3);  // so does this one
   const auto pulls = b.pulled();
   b.machine.pull_failed(0, 0, b.pull_id(4), kBroken, b.out);
   ASSERT_EQ(b.count<ReportFailure>(), 1u) << "the sender hears at once";
@@ -299,14 +306,16 @@ TEST(ConsumerErrors, InFlightWorkEndsBeforeTheFirstErrorIsReported) {
   EXPECT_EQ(b.machine.state(), WorkerState::kUpdating);
   EXPECT_FALSE(b.machine.start_update(0, 2, 20, b.out).ok()) << "not before the slots are quiet";
 
-  const std::size_t scatters = b.scattering().size(), transfers = b.transferring().size(), posts = b.posting().size();
+  const std::size_t scatters = b.scattering().size(), transfers = b.transferring().size(),
+                    posts = b.posting().size();
   b.land(2, 0, Status(StatusCode::kUnavailable, "a later error"));
   b.land(3);
   b.scattered(1);
   EXPECT_EQ(b.count<UpdateDone>(), 0u);
   b.posted(0);
   ASSERT_EQ(b.count<UpdateDone>(), 1u);
-  EXPECT_THAT(b.update_result().message(), HasSubstr("chunk 4 (group 4) from trainer 0: broken")) << "the first error, once";
+  EXPECT_THAT(b.update_result().message(), HasSubstr("chunk 4 (group 4) from trainer 0: broken"))
+      << "the first error, once";
   EXPECT_EQ(b.count<ReportFailure>(), 1u);
   EXPECT_EQ(b.machine.state(), WorkerState::kFailed);
   EXPECT_EQ(b.pulled(), pulls) << "nothing new was started";
@@ -357,7 +366,8 @@ TEST(ConsumerErrors, ALateReadyOfAFailedSyncStartsNothing) {
 }
 
 TEST(ConsumerErrors, ProducersHearWhatIsNotReadAnyMoreOnceNothingIsInFlight) {
-  ConsumerBench b({.groups = 5, .producers = 2, .ring_depth = 2, .pipeline_stages = true, .path = Path::kMapped});
+  ConsumerBench b(
+      {.groups = 5, .producers = 2, .ring_depth = 2, .pipeline_stages = true, .path = Path::kMapped});
   b.start(1, 10);
   b.ready(0);
   b.scattered(0);
@@ -425,11 +435,12 @@ TEST(ConsumerErrors, ALostProducerMattersWhileItIsNeeded) {
   }
 }
 
-// ---- states -------------------------------------------------------------------------------------------------------------
+// ---- states -------------------------------------------------------------------------------------
 
 TEST(ConsumerStates, CallsOutOfOrderAreErrorsNamingTheState) {
   ConsumerBench b({.groups = 1});
-  EXPECT_THAT(b.machine.update(0, b.out).message(), HasSubstr("update without start_update (the worker is idle)"));
+  EXPECT_THAT(b.machine.update(0, b.out).message(),
+              HasSubstr("update without start_update (the worker is idle)"));
   EXPECT_THAT(b.machine.finish_update(0, 1, b.out).message(), HasSubstr("while idle"));
   b.start(3, 10);
   EXPECT_THAT(b.machine.update(0, b.out).message(), HasSubstr("the worker is updating"));
@@ -440,7 +451,8 @@ TEST(ConsumerStates, CallsOutOfOrderAreErrorsNamingTheState) {
   b.scattered(0);
   b.ack_all();
   EXPECT_THAT(b.machine.start_update(0, 4, 10, b.out).message(), HasSubstr("post-processing of sync 3 runs"));
-  EXPECT_THAT(b.machine.finish_update(0, 2, b.out).message(), HasSubstr("of sync 2 while prepared in sync 3"));
+  EXPECT_THAT(b.machine.finish_update(0, 2, b.out).message(),
+              HasSubstr("of sync 2 while prepared in sync 3"));
   ASSERT_EQ(b.machine.finish_update(0, 3, b.out), Status());
   EXPECT_EQ(b.machine.state(), WorkerState::kCommitting);
   EXPECT_THAT(b.machine.start_update(0, 4, 10, b.out).message(), HasSubstr("while committing"));
@@ -609,7 +621,7 @@ TEST(ConsumerStates, AChunkWithoutKeysRunsItsFillsAndSendsItsSignals) {
   EXPECT_EQ(b.update_result(), Status());
 }
 
-// ---- the watchdog -------------------------------------------------------------------------------------------------------
+// ---- the watchdog -------------------------------------------------------------------------------
 
 TEST(ConsumerWatchdog, NamesTheTransferThatHangs) {
   ConsumerBench b({.groups = 3});
@@ -619,7 +631,8 @@ TEST(ConsumerWatchdog, NamesTheTransferThatHangs) {
   EXPECT_EQ(b.count<ReportFailure>(), 0u);
   b.machine.tick(300 * kSecond, b.out);
   ASSERT_EQ(b.count<ReportFailure>(), 1u);
-  EXPECT_THAT(b.all<ReportFailure>()[0].status.message(), HasSubstr("waiting for the transfer of chunk 1 from trainer 0"));
+  EXPECT_THAT(b.all<ReportFailure>()[0].status.message(),
+              HasSubstr("waiting for the transfer of chunk 1 from trainer 0"));
   EXPECT_EQ(b.count<UpdateDone>(), 0u) << "the transfer may still write the slot";
   b.land(1, 0, Status(StatusCode::kCancelled, "given up"));
   EXPECT_EQ(b.update_result().info().reason, Reason::kStalled);
@@ -635,8 +648,10 @@ TEST(ConsumerWatchdog, NamesTheSignalsThatAreNotConfirmed) {
     b.posted(chunk);
   }
   b.machine.tick(300 * kSecond, b.out);
-  EXPECT_THAT(b.update_result().message(),
-              HasSubstr("trainer 0 to confirm the signals of groups 0-1; trainer 1 to confirm the signals of groups 0-1"));
+  EXPECT_THAT(
+      b.update_result().message(),
+      HasSubstr(
+          "trainer 0 to confirm the signals of groups 0-1; trainer 1 to confirm the signals of groups 0-1"));
 }
 
 TEST(ConsumerWatchdog, LeavesPullsThatWaitForTheirGroupToTheProducers) {
@@ -647,7 +662,7 @@ TEST(ConsumerWatchdog, LeavesPullsThatWaitForTheirGroupToTheProducers) {
   EXPECT_EQ(b.count<ReportFailure>(), 0u) << "others may be slow";
 }
 
-// ---- shutdown -----------------------------------------------------------------------------------------------------------
+// ---- shutdown -----------------------------------------------------------------------------------
 
 TEST(ConsumerShutdown, DrainsFromEveryState) {
   {
@@ -692,11 +707,11 @@ TEST(ConsumerShutdown, DrainsFromEveryState) {
   }
 }
 
-// ---- a storm ------------------------------------------------------------------------------------------------------------
+// ---- a storm ------------------------------------------------------------------------------------
 
-// Answers in any order, a failure somewhere or nowhere: a slot is never written while its scatter reads it, at most K pulls
-// are ahead of the oldest chunk not landed, signals go out exactly once and never before their chunks were read, and the
-// update ends once, with nothing in flight when it failed.
+// Answers in any order, a failure somewhere or nowhere: a slot is never written while its scatter reads it,
+// at most K pulls are ahead of the oldest chunk not landed, signals go out exactly once and never before
+// their chunks were read, and the update ends once, with nothing in flight when it failed.
 RC_GTEST_PROP(ConsumerStorm, KeepsItsInvariants, ()) {
   const auto seed = *rc::gen::arbitrary<std::uint64_t>();
   Random random(seed);
@@ -768,7 +783,8 @@ RC_GTEST_PROP(ConsumerStorm, KeepsItsInvariants, ()) {
           b.machine.pull_failed(0, pull->producer, pull->pull, status, b.out);
         }
       } else if (const auto* transfer = std::get_if<StartTransfer>(&action)) {
-        if (!runs_left.contains(transfer->chunk)) runs_left[transfer->chunk] = b.plan->chunks[transfer->chunk].runs.size();
+        if (!runs_left.contains(transfer->chunk))
+          runs_left[transfer->chunk] = b.plan->chunks[transfer->chunk].runs.size();
         if (--runs_left[transfer->chunk] == 0) {
           landed.insert(transfer->chunk);
           slot_writer.erase(transfer->slot);

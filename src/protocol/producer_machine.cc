@@ -1,17 +1,19 @@
 // The producer's rules, and where each lives:
 //
-//   early messages   per consumer, for the newest sync not begun here: Early; applied by begin_sync. Bounded: a signal set
-//                    over the model's groups, one pull per announced (chunk, run).
-//   free barrier     Group::signalled is a set over the consumers; `missing` counts the live ones not in it. A group is
-//                    freed when it is published, nothing is missing and no pack reads it: maybe_free.
-//   parked pulls     per consumer and seq: Serve. Mapped pulls wait for their group alone; packed ones meet the other
-//                    sharers in a Meeting and the last to arrive packs: try_pack.
-//   slots            slot = seq mod K. A slot is written when every live sharer has pulled that seq, which each does only
-//                    after its pull K earlier has landed. `readers` are those that were answered and have not shown yet
-//                    that they are done (by a later pull of the slot, a signal of the group, a newer sync, leaving).
-//   packs            outlive a failed sync: Pack tickets are kept apart from it, hold their slot, and delay SyncQuiet.
-//   mapped reads     (consumer, group) answered with the tensors' places and not signalled: they delay SyncQuiet too.
-//   watchdog         last_progress_ns: begin, publish, accepted signal, pack done, pull served.
+// - Early messages, per consumer, for the newest sync not begun here: Early; applied by begin_sync. Bounded:
+// a
+//   signal set over the model's groups, one pull per announced (chunk, run).
+// - Free barrier: Group::signalled is a set over the consumers; `missing` counts the live ones not in it. A
+//   group is freed when it is published, nothing is missing and no pack reads it: maybe_free.
+// - Parked pulls, per consumer and seq: Serve. Mapped pulls wait for their group alone; packed ones meet the
+//   other sharers in a Meeting, and the last to arrive packs: try_pack.
+// - Slots: slot = seq mod K. A slot is written when every live sharer has pulled that seq, which each does
+// only
+//   after its pull K earlier has landed. `readers` are those that were answered and have not shown yet that
+//   they are done (by a later pull of the slot, a signal of the group, a newer sync, leaving).
+// - Packs outlive a failed sync: their tickets are kept apart from it, hold their slot, and delay SyncQuiet.
+// - Mapped reads, (consumer, group) answered with the tensors' places and not signalled, delay SyncQuiet too.
+// - Watchdog: last_progress_ns; begin, publish, accepted signal, pack done, pull served.
 #include "protocol/producer_machine.h"
 
 #include <algorithm>
@@ -40,7 +42,9 @@ struct PullTable {
   Digest128 digest;
   std::uint64_t slot_bytes = 0;
 
-  static std::uint64_t key(std::uint32_t chunk, std::uint32_t run) { return std::uint64_t{chunk} << 32 | run; }
+  static std::uint64_t key(std::uint32_t chunk, std::uint32_t run) {
+    return std::uint64_t{chunk} << 32 | run;
+  }
   const PullDescription* find(std::uint32_t chunk, std::uint32_t run) const {
     const auto it = seq_of.find(key(chunk, run));
     return it == seq_of.end() ? nullptr : by_seq[it->second].get();
@@ -94,8 +98,8 @@ struct Meeting {
 
 // One sharing group: its serve ring and who meets there.
 struct Ring {
-  std::uint64_t slot_bytes = 0;      // allocated
-  std::uint64_t asked_bytes = 0;     // of the AllocateRing under way; 0: none
+  std::uint64_t slot_bytes = 0;   // allocated
+  std::uint64_t asked_bytes = 0;  // of the AllocateRing under way; 0: none
   std::vector<Slot> slots;
   std::vector<WaitingReserve> waiting;
   std::map<std::uint32_t, Meeting> meetings;  // by seq, this sync
@@ -107,7 +111,8 @@ struct Ring {
 };
 
 struct Group {
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> held;  // (name, piece) published here, ascending; empty: not owned
+  std::vector<std::pair<std::uint32_t, std::uint32_t>>
+      held;  // (name, piece) published here, ascending; empty: not owned
   // This sync:
   bool in_sync = false, published = false, freed = false;
   std::vector<PublishedView> views;  // ascending by (name, piece)
@@ -142,7 +147,8 @@ bool fits(const PublishedView& view) {
   }
   const auto elements = checked_add(last, 1);
   const auto all_bits = elements ? checked_mul(*elements, bits) : std::nullopt;
-  return all_bits && static_cast<std::uint64_t>(ceil_div<std::int64_t>(*all_bits, 8)) <= view.location.where.bytes;
+  return all_bits &&
+         static_cast<std::uint64_t>(ceil_div<std::int64_t>(*all_bits, 8)) <= view.location.where.bytes;
 }
 
 }  // namespace
@@ -184,8 +190,10 @@ struct ProducerMachine::State {
   std::vector<Group> groups;
   std::set<std::uint32_t> waiting_rings;  // those with announcements that wait for memory
   std::map<std::uint64_t, ActivePack> packs;
-  std::map<std::uint64_t, std::optional<std::int64_t>> unquiet;  // failed syncs whose SyncQuiet is due, since when (by tick())
-  std::map<std::uint64_t, std::set<std::pair<std::uint32_t, std::uint32_t>>> mapped_reads;  // by sync: (consumer, group)
+  std::map<std::uint64_t, std::optional<std::int64_t>>
+      unquiet;  // failed syncs whose SyncQuiet is due, since when (by tick())
+  std::map<std::uint64_t, std::set<std::pair<std::uint32_t, std::uint32_t>>>
+      mapped_reads;  // by sync: (consumer, group)
   std::uint64_t next_ticket = 1;
   std::uint64_t packs_done = 0;
   DropCounters drops;
@@ -204,7 +212,7 @@ struct ProducerMachine::State {
 
   std::string me() const { return trainer_name(config.rank); }
 
-  // ---- replies --------------------------------------------------------------------------------------------------------
+  // ---- replies ----------------------------------------------------------------------------------
 
   static void refuse(std::uint64_t incarnation, const PullId& pull, Status why, ProducerActions& out) {
     out.push_back(FailReply{incarnation, pull, std::move(why)});
@@ -217,8 +225,10 @@ struct ProducerMachine::State {
     refuse(consumers[consumer].incarnation, serve.id, why, out);
   }
 
-  // The same seq served once more is not progress: a consumer that only repeats itself must not hold the watchdog off.
-  void answer(std::int64_t now_ns, std::uint32_t consumer, std::uint32_t seq, ReadyInfo ready, ProducerActions& out) {
+  // The same seq served once more is not progress: a consumer that only repeats itself must not hold the
+  // watchdog off.
+  void answer(std::int64_t now_ns, std::uint32_t consumer, std::uint32_t seq, ReadyInfo ready,
+              ProducerActions& out) {
     Serve& serve = consumers[consumer].serves[seq];
     if (serve.state != Serve::State::kServed) last_progress_ns = now_ns;
     serve.state = Serve::State::kServed;
@@ -228,7 +238,7 @@ struct ProducerMachine::State {
     out.push_back(ReadyReply{consumers[consumer].incarnation, serve.id, std::move(ready)});
   }
 
-  // ---- published views ------------------------------------------------------------------------------------------------
+  // ---- published views --------------------------------------------------------------------------
 
   // One location per distinct (name, piece) of the pull, in order of first use among its keys.
   std::vector<PublishedView> sources_of(const PullDescription& pull) const {
@@ -237,10 +247,11 @@ struct ProducerMachine::State {
     std::set<std::pair<std::uint32_t, std::uint32_t>> seen;
     for (const ChunkKey& key : pull.keys) {
       if (!seen.emplace(key.name, key.piece).second) continue;
-      const auto it = std::lower_bound(group.views.begin(), group.views.end(), std::pair(key.name, key.piece),
-                                       [](const PublishedView& view, const std::pair<std::uint32_t, std::uint32_t>& what) {
-                                         return std::pair(view.name, view.piece) < what;
-                                       });
+      const auto it = std::lower_bound(
+          group.views.begin(), group.views.end(), std::pair(key.name, key.piece),
+          [](const PublishedView& view, const std::pair<std::uint32_t, std::uint32_t>& what) {
+            return std::pair(view.name, view.piece) < what;
+          });
       sources.push_back(*it);  // there: reserve() checked the key against `held`, publish_group() the views
     }
     return sources;
@@ -265,11 +276,12 @@ struct ProducerMachine::State {
     return ready;
   }
 
-  // ---- packing --------------------------------------------------------------------------------------------------------
+  // ---- packing ----------------------------------------------------------------------------------
 
   std::uint32_t slot_of(std::uint32_t seq) const { return seq % tables.ring_depth; }
 
-  // Starts the pack of a meeting when every live sharer is there, the group is published and the slot is free.
+  // Starts the pack of a meeting when every live sharer is there, the group is published and the slot is
+  // free.
   void try_pack(std::uint32_t sharing_group, std::uint32_t seq, ProducerActions& out) {
     Ring& ring = rings[sharing_group];
     const auto it = ring.meetings.find(seq);
@@ -300,7 +312,7 @@ struct ProducerMachine::State {
     for (const std::uint32_t seq : seqs) try_pack(sharing_group, seq, out);
   }
 
-  // ---- slots being read -----------------------------------------------------------------------------------------------
+  // ---- slots being read -------------------------------------------------------------------------
 
   template <typename Predicate>
   void stop_reading(std::uint32_t consumer, Predicate which) {
@@ -308,7 +320,8 @@ struct ProducerMachine::State {
       if (which(slot)) std::erase(slot.readers, consumer);
     }
   }
-  // What it sends in this sync shows that its reads of earlier ones have ended: a worker starts a sync with nothing in flight.
+  // What it sends in this sync shows that its reads of earlier ones have ended: a worker starts a sync with
+  // nothing in flight.
   void stop_reading_earlier_syncs(std::uint32_t consumer) {
     stop_reading(consumer, [&](const Slot& slot) { return slot.sync_id != sync_id; });
     for (auto& [sync, reads] : mapped_reads) {
@@ -327,15 +340,18 @@ struct ProducerMachine::State {
     }
   }
 
-  // ---- the barrier ----------------------------------------------------------------------------------------------------
+  // ---- the barrier ------------------------------------------------------------------------------
 
   void maybe_free(std::uint32_t g, ProducerActions& out) {
     Group& group = groups[g];
-    if (!running || !group.in_sync || !group.published || group.freed || group.missing != 0 || group.packs != 0) return;
+    if (!running || !group.in_sync || !group.published || group.freed || group.missing != 0 ||
+        group.packs != 0)
+      return;
     group.freed = true;
     --unfreed;
     const Status freed = freed_status(g);
-    for (const auto& [consumer, seq] : std::exchange(group.parked_mapped, {})) unpark(consumer, seq, freed, out);
+    for (const auto& [consumer, seq] : std::exchange(group.parked_mapped, {}))
+      unpark(consumer, seq, freed, out);
     for (const auto& [sharing_group, seq] : std::exchange(group.meetings, {})) {
       auto& meetings = rings[sharing_group].meetings;
       const auto it = meetings.find(seq);
@@ -352,7 +368,7 @@ struct ProducerMachine::State {
                       fmt::format("{}: group {} has been freed in sync {}", me(), g, sync_id));
   }
 
-  // ---- the end of a sync ----------------------------------------------------------------------------------------------
+  // ---- the end of a sync ------------------------------------------------------------------------
 
   void fail_sync(const Status& why, ProducerActions& out) {
     if (!running) return;
@@ -407,8 +423,8 @@ struct ProducerMachine::State {
     return false;
   }
 
-  // Whatever may follow from an event: a failed sync that is quiet, the end of the sync, a ring that waited for its last
-  // reader.
+  // Whatever may follow from an event: a failed sync that is quiet, the end of the sync, a ring that waited
+  // for its last reader.
   void settle(ProducerActions& out) {
     if (!unquiet.empty()) settle_quiet(out);
     if (running && ending && unfreed == 0 && !anything_parked() && !anything_read()) {
@@ -422,7 +438,7 @@ struct ProducerMachine::State {
     }
   }
 
-  // ---- reserving ------------------------------------------------------------------------------------------------------
+  // ---- reserving --------------------------------------------------------------------------------
 
   void settle_ring(std::uint32_t sharing_group, ProducerActions& out) {
     Ring& ring = rings[sharing_group];
@@ -448,11 +464,13 @@ struct ProducerMachine::State {
   Status check_settings(std::uint32_t consumer, std::uint32_t ring_depth, std::uint32_t num_consumers,
                         std::uint32_t workers_per_replica) const {
     const auto differs = [&](std::string_view setting, std::uint32_t theirs, std::uint32_t ours) {
-      return peer_error(StatusCode::kFailedPrecondition, worker_name(consumer),
-                        fmt::format("{} of {} is {}, of {} {}", setting, worker_name(consumer), theirs, me(), ours),
-                        Reason::kSettingMismatch);
+      return peer_error(
+          StatusCode::kFailedPrecondition, worker_name(consumer),
+          fmt::format("{} of {} is {}, of {} {}", setting, worker_name(consumer), theirs, me(), ours),
+          Reason::kSettingMismatch);
     };
-    if (num_consumers != tables.num_consumers) return differs("num_consumers", num_consumers, tables.num_consumers);
+    if (num_consumers != tables.num_consumers)
+      return differs("num_consumers", num_consumers, tables.num_consumers);
     if (ring_depth != tables.ring_depth) return differs("ring_depth", ring_depth, tables.ring_depth);
     if (workers_per_replica != sharing && !(workers_per_replica == 0 && sharing == tables.num_consumers)) {
       return differs("workers_per_replica", workers_per_replica, sharing);
@@ -460,8 +478,8 @@ struct ProducerMachine::State {
     return {};
   }
 
-  Status check_descriptions(std::uint32_t consumer, const std::vector<PullDescription>& pulls, std::uint64_t slot_bytes,
-                            PullTable& table) const {
+  Status check_descriptions(std::uint32_t consumer, const std::vector<PullDescription>& pulls,
+                            std::uint64_t slot_bytes, PullTable& table) const {
     const auto refuse = [&](std::string message) {
       return peer_error(StatusCode::kInvalidArgument, worker_name(consumer),
                         fmt::format("{}: {}", worker_name(consumer), message), Reason::kPlanInvalid);
@@ -472,20 +490,22 @@ struct ProducerMachine::State {
     for (const PullDescription& pull : pulls) {  // in seq order, distinct, of known groups: checked above
       const std::string what = fmt::format("chunk {} run {}", pull.chunk_id, pull.run);
       if (pull.lane.sharing_group != consumer % sharing) {
-        return refuse(fmt::format("{} is in the lane of sharing group {}, not {}", what, pull.lane.sharing_group,
-                                  consumer % sharing));
+        return refuse(fmt::format("{} is in the lane of sharing group {}, not {}", what,
+                                  pull.lane.sharing_group, consumer % sharing));
       }
       if (pull.path == Path::kPacked && pull.bytes > slot_bytes) {
-        return refuse(fmt::format("{} packs {} bytes, more than the {} bytes reserved", what, pull.bytes, slot_bytes));
+        return refuse(
+            fmt::format("{} packs {} bytes, more than the {} bytes reserved", what, pull.bytes, slot_bytes));
       }
       const auto& held = groups[pull.group].held;
       for (const ChunkKey& key : pull.keys) {
         if (!std::binary_search(held.begin(), held.end(), std::pair(key.name, key.piece))) {
-          return refuse(fmt::format("{} asks for '{}', which {} never serves in group {}", what, tables.metadata[key.name].name,
-                                    me(), pull.group));
+          return refuse(fmt::format("{} asks for '{}', which {} never serves in group {}", what,
+                                    tables.metadata[key.name].name, me(), pull.group));
         }
       }
-      table.seq_of.emplace(PullTable::key(pull.chunk_id, pull.run), static_cast<std::uint32_t>(table.by_seq.size()));
+      table.seq_of.emplace(PullTable::key(pull.chunk_id, pull.run),
+                           static_cast<std::uint32_t>(table.by_seq.size()));
       table.by_seq.push_back(std::make_shared<const PullDescription>(pull));
     }
     return {};
@@ -495,8 +515,8 @@ struct ProducerMachine::State {
   Status check_sharers(std::uint32_t consumer, const PullTable& table) const {
     const auto differs = [&](std::uint32_t other, std::string what) {
       return peer_error(StatusCode::kFailedPrecondition, worker_name(consumer),
-                        fmt::format("{} and {} share serve slots of {} but {}", worker_name(consumer), worker_name(other), me(),
-                                    what),
+                        fmt::format("{} and {} share serve slots of {} but {}", worker_name(consumer),
+                                    worker_name(other), me(), what),
                         Reason::kSettingMismatch);
     };
     const auto compare = [&](std::uint32_t other, const PullTable& theirs) -> Status {
@@ -507,9 +527,10 @@ struct ProducerMachine::State {
       for (std::size_t seq = 0; seq < table.by_seq.size(); ++seq) {  // what the digest does not cover
         const PullDescription &ours = *table.by_seq[seq], &other_one = *theirs.by_seq[seq];
         if (ours != other_one) {
-          return differs(other, fmt::format("describe chunk {} differently: path {}, group {} and path {}, group {}",
-                                            ours.chunk_id, to_string(ours.path), ours.group, to_string(other_one.path),
-                                            other_one.group));
+          return differs(
+              other, fmt::format("describe chunk {} differently: path {}, group {} and path {}, group {}",
+                                 ours.chunk_id, to_string(ours.path), ours.group, to_string(other_one.path),
+                                 other_one.group));
         }
       }
       return {};
@@ -534,14 +555,15 @@ struct ProducerMachine::State {
     });
   }
 
-  // ---- the live set ---------------------------------------------------------------------------------------------------
+  // ---- the live set -----------------------------------------------------------------------------
 
   // Takes the consumer's replica out of the running sync.
   void leave_sync(std::uint32_t consumer, const Status& why, ProducerActions& out) {
     if (!running || !consumers[consumer].live) return;
     const Status lost =
         Status(StatusCode::kUnavailable,
-               fmt::format("{} was lost in sync {}: {}", worker_name(consumer), sync_id, why.ok() ? "gone" : why.message()),
+               fmt::format("{} was lost in sync {}: {}", worker_name(consumer), sync_id,
+                           why.ok() ? "gone" : why.message()),
                {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
     if (config.fail_on_consumer_loss) return fail_sync(lost, out);
     const std::uint32_t first = consumer / replica * replica;
@@ -574,7 +596,8 @@ struct ProducerMachine::State {
     Consumer& state = consumers[consumer];
     if (state.incarnation == incarnation) return !state.gone;
     if (state.incarnation != 0) {
-      const Status restarted = peer_error(StatusCode::kUnavailable, worker_name(consumer), "restarted", Reason::kPeerLost);
+      const Status restarted =
+          peer_error(StatusCode::kUnavailable, worker_name(consumer), "restarted", Reason::kPeerLost);
       forget_life(consumer, restarted, out);
     }
     state.incarnation = incarnation;
@@ -592,7 +615,7 @@ struct ProducerMachine::State {
     stop_reading_all(consumer);
   }
 
-  // ---- messages of the running sync -----------------------------------------------------------------------------------
+  // ---- messages of the running sync -------------------------------------------------------------
 
   void apply_signals(std::int64_t now_ns, std::uint32_t consumer, const std::vector<std::uint32_t>& signalled,
                      ProducerActions& out) {
@@ -620,7 +643,8 @@ struct ProducerMachine::State {
       out.push_back(SignalAck{consumers[consumer].incarnation, consumer, sync_id, std::move(acknowledged)});
     }
     for (const std::uint32_t g : fresh) {
-      // It will not read what it still waits for. (Packed pulls stay: the other sharers count on the meeting.)
+      // It will not read what it still waits for. (Packed pulls stay: the other sharers count on the
+      // meeting.)
       std::erase_if(groups[g].parked_mapped, [&](const auto& parked) {
         if (parked.first != consumer) return false;
         unpark(consumer, parked.second,
@@ -637,7 +661,8 @@ struct ProducerMachine::State {
     Consumer& consumer = consumers[pull.consumer];
     const auto no = [&](StatusCode code, std::string message) {
       refuse(consumer.incarnation, pull,
-             peer_error(code, worker_name(pull.consumer), fmt::format("{}: {}", me(), std::move(message))), out);
+             peer_error(code, worker_name(pull.consumer), fmt::format("{}: {}", me(), std::move(message))),
+             out);
     };
     if (!failure.ok()) return refuse(consumer.incarnation, pull, failure, out);
     if (!consumer.live) {
@@ -647,8 +672,8 @@ struct ProducerMachine::State {
     }
     const PullDescription* known = consumer.table->find(pull.chunk, pull.run);
     if (known == nullptr) {
-      return no(StatusCode::kNotFound, fmt::format("{} has not announced chunk {} run {}", worker_name(pull.consumer),
-                                                   pull.chunk, pull.run));
+      return no(StatusCode::kNotFound, fmt::format("{} has not announced chunk {} run {}",
+                                                   worker_name(pull.consumer), pull.chunk, pull.run));
     }
     const auto what = [&] {
       return fmt::format("chunk {} of {} (seq {})", pull.chunk, worker_name(pull.consumer), pull.seq);
@@ -661,15 +686,18 @@ struct ProducerMachine::State {
       return no(StatusCode::kFailedPrecondition,
                 fmt::format("{}: group {} is not part of sync {}", what(), known->group, sync_id));
     }
-    if (group.freed) return refuse(consumer.incarnation, pull, freed_status(known->group).with_context(what()), out);
+    if (group.freed)
+      return refuse(consumer.incarnation, pull, freed_status(known->group).with_context(what()), out);
     if (group.signalled[pull.consumer]) {
-      return no(StatusCode::kFailedPrecondition,
-                fmt::format("{}: group {} was already signalled by it in sync {}", what(), known->group, sync_id));
+      return no(
+          StatusCode::kFailedPrecondition,
+          fmt::format("{}: group {} was already signalled by it in sync {}", what(), known->group, sync_id));
     }
     const std::uint32_t depth = tables.ring_depth;
     if (pull.seq >= depth && consumer.serves[pull.seq - depth].state != Serve::State::kServed) {
       return no(StatusCode::kFailedPrecondition,
-                fmt::format("{}: too early, seq {} has not been served to it (ring_depth {})", what(), pull.seq - depth, depth));
+                fmt::format("{}: too early, seq {} has not been served to it (ring_depth {})", what(),
+                            pull.seq - depth, depth));
     }
 
     Serve& serve = consumer.serves[pull.seq];
@@ -680,12 +708,14 @@ struct ProducerMachine::State {
     }
     if (serve.state == Serve::State::kServed) {
       serve.id = pull;
-      if (known->path != Path::kPacked) return answer(now_ns, pull.consumer, pull.seq, mapped_ready(*known), out);
+      if (known->path != Path::kPacked)
+        return answer(now_ns, pull.consumer, pull.seq, mapped_ready(*known), out);
       const Slot& slot = ring.slots[slot_of(pull.seq)];
       if (slot.sync_id == sync_id && slot.seq == pull.seq) {
         return answer(now_ns, pull.consumer, pull.seq, packed_ready(*known, slot_of(pull.seq), slot), out);
       }
-      return no(StatusCode::kFailedPrecondition, fmt::format("{}: served before, and its slot holds a later one", what()));
+      return no(StatusCode::kFailedPrecondition,
+                fmt::format("{}: served before, and its slot holds a later one", what()));
     }
 
     serve = Serve{Serve::State::kParked, pull};
@@ -694,7 +724,7 @@ struct ProducerMachine::State {
       group.parked_mapped.emplace_back(pull.consumer, pull.seq);
       return;
     }
-  stop_reading_earlier_syncs(pull.consumer);
+    stop_reading_earlier_syncs(pull.consumer);
     // Issued at this depth, the consumer has landed what it read from this slot before.
     stop_reading(pull.consumer, [&](const Slot& slot) { return &slot == &ring.slots[slot_of(pull.seq)]; });
     Meeting& meeting = ring.meetings[pull.seq];
@@ -737,7 +767,8 @@ struct ProducerMachine::State {
         parked += fmt::format("{}chunk {} of {}", parked.empty() ? "" : ", ", serve.id.chunk, worker_name(c));
       }
     }
-    if (parked_count != 0) text += fmt::format("; {} pull(s) parked: {}{}", parked_count, parked, parked_count > 4 ? ", ..." : "");
+    if (parked_count != 0)
+      text += fmt::format("; {} pull(s) parked: {}{}", parked_count, parked, parked_count > 4 ? ", ..." : "");
     for (std::uint32_t s = 0; s < rings.size(); ++s) {
       for (const auto& [seq, meeting] : rings[s].meetings) {
         if (meeting.ticket != 0) continue;
@@ -753,7 +784,8 @@ struct ProducerMachine::State {
         break;
       }
     }
-    if (unfreed_groups.empty()) text += ending ? "; everything is freed" : "; the trainer has not ended the sync";
+    if (unfreed_groups.empty())
+      text += ending ? "; everything is freed" : "; the trainer has not ended the sync";
     text += fmt::format("; {} of {} group(s) unfreed", unfreed_groups.size(), sync_groups());
     return text;
   }
@@ -764,12 +796,13 @@ struct ProducerMachine::State {
   }
 };
 
-ProducerMachine::ProducerMachine(ProducerConfig config) : state_(std::make_unique<State>(std::move(config))) {}
+ProducerMachine::ProducerMachine(ProducerConfig config)
+    : state_(std::make_unique<State>(std::move(config))) {}
 ProducerMachine::~ProducerMachine() = default;
 
 Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version,
-                                   const std::vector<std::uint32_t>& live, const std::vector<std::uint32_t>& groups,
-                                   ProducerActions& out) {
+                                   const std::vector<std::uint32_t>& live,
+                                   const std::vector<std::uint32_t>& groups, ProducerActions& out) {
   State& s = *state_;
   if (s.shut) return shutting_down();
   if (sync_id <= s.sync_id) {
@@ -782,7 +815,8 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
                                       s.tables.num_consumers - 1));
     }
     if (i > 0 && live[i] <= live[i - 1]) {
-      return bad_argument(fmt::format("sync {}: the live set is not ascending: {} after {}", sync_id, live[i], live[i - 1]));
+      return bad_argument(
+          fmt::format("sync {}: the live set is not ascending: {} after {}", sync_id, live[i], live[i - 1]));
     }
   }
   for (std::size_t i = 0; i < groups.size(); ++i) {
@@ -790,13 +824,15 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
       return bad_argument(fmt::format("sync {}: {} does not own group {}", sync_id, s.me(), groups[i]));
     }
     if (i > 0 && groups[i] <= groups[i - 1]) {
-      return bad_argument(fmt::format("sync {}: groups are not ascending: {} after {}", sync_id, groups[i], groups[i - 1]));
+      return bad_argument(
+          fmt::format("sync {}: groups are not ascending: {} after {}", sync_id, groups[i], groups[i - 1]));
     }
   }
 
-  s.fail_sync(Status(StatusCode::kAborted, fmt::format("sync {} was superseded by sync {}", s.sync_id, sync_id),
-                     {.reason = Reason::kSuperseded, .retryable = true}),
-              out);
+  s.fail_sync(
+      Status(StatusCode::kAborted, fmt::format("sync {} was superseded by sync {}", s.sync_id, sync_id),
+             {.reason = Reason::kSuperseded, .retryable = true}),
+      out);
 
   s.sync_id = sync_id;
   s.version = version;
@@ -842,7 +878,9 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
   }
   for (const std::uint32_t c : live) {
     if (s.consumers[c].gone) {
-      s.leave_sync(c, peer_error(StatusCode::kUnavailable, worker_name(c), "gone before the sync began", Reason::kPeerLost),
+      s.leave_sync(c,
+                   peer_error(StatusCode::kUnavailable, worker_name(c), "gone before the sync began",
+                              Reason::kPeerLost),
                    out);
     }
   }
@@ -868,7 +906,8 @@ Status ProducerMachine::publish_group(std::int64_t now_ns, std::uint32_t g, std:
   State& s = *state_;
   if (s.shut) return shutting_down();
   if (!s.running) {
-    return s.failure.ok() ? wrong_state(fmt::format("{}: group {} published outside a sync", s.me(), g)) : s.failure;
+    return s.failure.ok() ? wrong_state(fmt::format("{}: group {} published outside a sync", s.me(), g))
+                          : s.failure;
   }
   const std::string where = fmt::format("{}: group {}", s.me(), g);
   if (g >= s.groups.size() || !s.groups[g].in_sync) {
@@ -881,14 +920,16 @@ Status ProducerMachine::publish_group(std::int64_t now_ns, std::uint32_t g, std:
     return std::pair(a.name, a.piece) < std::pair(b.name, b.piece);
   });
   const auto label = [&](std::uint32_t name, std::uint32_t piece) {
-    const std::string text = name < s.tables.metadata.size() ? s.tables.metadata[name].name : fmt::format("name {}", name);
+    const std::string text =
+        name < s.tables.metadata.size() ? s.tables.metadata[name].name : fmt::format("name {}", name);
     return piece == 0 ? text : fmt::format("{} piece {}", text, piece - 1);
   };
   for (std::size_t i = 0; i < std::max(views.size(), group.held.size()); ++i) {
     if (i < views.size() &&
         (i >= group.held.size() || std::pair(views[i].name, views[i].piece) < group.held[i])) {
       const std::string name = label(views[i].name, views[i].piece);
-      return bad_argument(fmt::format("{}: '{}' is not held here in this group, or given twice", where, name), name);
+      return bad_argument(fmt::format("{}: '{}' is not held here in this group, or given twice", where, name),
+                          name);
     }
     if (i >= views.size() || group.held[i] < std::pair(views[i].name, views[i].piece)) {
       const std::string name = label(group.held[i].first, group.held[i].second);
@@ -900,8 +941,8 @@ Status ProducerMachine::publish_group(std::int64_t now_ns, std::uint32_t g, std:
         view.piece == 0 ? meta.shape : s.tables.ownership.pieces[view.piece - 1].box.size;
     const std::string name = label(view.name, view.piece);
     if (view.dtype != meta.dtype) {
-      return bad_argument(fmt::format("{}: '{}' has dtype {}, its metadata says {}", where, name, dtype_name(view.dtype),
-                                      dtype_name(meta.dtype)),
+      return bad_argument(fmt::format("{}: '{}' has dtype {}, its metadata says {}", where, name,
+                                      dtype_name(view.dtype), dtype_name(meta.dtype)),
                           name);
     }
     if (view.shape != shape) {
@@ -947,25 +988,29 @@ void ProducerMachine::consumer_up(std::int64_t now_ns, std::uint32_t consumer, s
 
 void ProducerMachine::reserve(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t incarnation,
                               std::uint64_t slot_bytes, std::uint32_t ring_depth, std::uint32_t num_consumers,
-                              std::uint32_t workers_per_replica, const Digest128& digest, std::vector<PullDescription> pulls,
-                              ProducerActions& out) {
+                              std::uint32_t workers_per_replica, const Digest128& digest,
+                              std::vector<PullDescription> pulls, ProducerActions& out) {
   State& s = *state_;
   (void)now_ns;
-  const auto reply = [&](Status status) { out.push_back(ReserveReply{consumer, incarnation, std::move(status)}); };
+  const auto reply = [&](Status status) {
+    out.push_back(ReserveReply{consumer, incarnation, std::move(status)});
+  };
   if (s.shut) return reply(shutting_down());
   if (consumer >= s.consumers.size()) {
-    return reply(peer_error(StatusCode::kInvalidArgument, worker_name(consumer),
-                            fmt::format("consumer {} is not within 0..{}", consumer, s.tables.num_consumers - 1),
-                            Reason::kSettingMismatch));
+    return reply(
+        peer_error(StatusCode::kInvalidArgument, worker_name(consumer),
+                   fmt::format("consumer {} is not within 0..{}", consumer, s.tables.num_consumers - 1),
+                   Reason::kSettingMismatch));
   }
-  if (Status status = s.check_settings(consumer, ring_depth, num_consumers, workers_per_replica); !status.ok()) {
+  if (Status status = s.check_settings(consumer, ring_depth, num_consumers, workers_per_replica);
+      !status.ok()) {
     return reply(std::move(status));
   }
   const Digest128 computed = pulls_digest(pulls, ring_depth);
   if (computed != digest) {
     return reply(peer_error(StatusCode::kDataLoss, worker_name(consumer),
-                            fmt::format("{} sent digest {} with pulls whose digest is {}", worker_name(consumer),
-                                        to_string(digest), to_string(computed)),
+                            fmt::format("{} sent digest {} with pulls whose digest is {}",
+                                        worker_name(consumer), to_string(digest), to_string(computed)),
                             Reason::kCorrupt));
   }
   auto table = std::make_shared<PullTable>();
@@ -981,10 +1026,12 @@ void ProducerMachine::reserve(std::int64_t now_ns, std::uint32_t consumer, std::
   if (!s.new_life(consumer, incarnation, out)) {
     ++s.drops.stale_incarnation;
     return reply(peer_error(StatusCode::kUnauthenticated, worker_name(consumer),
-                            fmt::format("{} was declared lost; it must start anew", worker_name(consumer)), Reason::kBadToken));
+                            fmt::format("{} was declared lost; it must start anew", worker_name(consumer)),
+                            Reason::kBadToken));
   }
-  const Status replaced = peer_error(StatusCode::kAborted, worker_name(consumer),
-                                     fmt::format("{} announced its pulls again", worker_name(consumer)), Reason::kSuperseded);
+  const Status replaced =
+      peer_error(StatusCode::kAborted, worker_name(consumer),
+                 fmt::format("{} announced its pulls again", worker_name(consumer)), Reason::kSuperseded);
   s.drop_waiting(consumer, replaced, out);
   if (state.table && state.table->digest == digest && state.table->slot_bytes >= slot_bytes) {
     reply({});
@@ -992,7 +1039,8 @@ void ProducerMachine::reserve(std::int64_t now_ns, std::uint32_t consumer, std::
   }
   if (state.table && state.table->digest != digest) s.forget_life(consumer, replaced, out);
   s.waiting_rings.insert(consumer % s.sharing);
-  // Sharers' tables are equal: keep one. (`table` may ask for another slot size; the ring is sized for the largest.)
+  // Sharers' tables are equal: keep one. (`table` may ask for another slot size; the ring is sized for the
+  // largest.)
   for (std::uint32_t c = consumer % s.sharing; c < s.tables.num_consumers; c += s.sharing) {
     const auto& other = s.consumers[c].table;
     if (other && !s.consumers[c].gone && other->slot_bytes == slot_bytes) {
@@ -1026,12 +1074,15 @@ void ProducerMachine::ring_allocated(std::int64_t now_ns, std::uint32_t sharing_
   s.settle(out);
 }
 
-void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const PullId& pull, ProducerActions& out) {
+void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const PullId& pull,
+                           ProducerActions& out) {
   State& s = *state_;
   if (s.shut) return State::refuse(incarnation, pull, shutting_down(), out);
   const auto no = [&](StatusCode code, std::string message, Reason reason = Reason::kWrongState) {
     State::refuse(incarnation, pull,
-                  peer_error(code, worker_name(pull.consumer), fmt::format("{}: {}", s.me(), std::move(message)), reason), out);
+                  peer_error(code, worker_name(pull.consumer),
+                             fmt::format("{}: {}", s.me(), std::move(message)), reason),
+                  out);
   };
   if (pull.consumer >= s.consumers.size()) {
     return no(StatusCode::kInvalidArgument,
@@ -1041,12 +1092,13 @@ void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const
   if (consumer.incarnation != 0 && incarnation != consumer.incarnation) {
     ++s.drops.stale_incarnation;
     return no(StatusCode::kUnauthenticated,
-              fmt::format("a pull of another life of {} ({:016x}, not {:016x})", worker_name(pull.consumer), incarnation,
-                          consumer.incarnation),
+              fmt::format("a pull of another life of {} ({:016x}, not {:016x})", worker_name(pull.consumer),
+                          incarnation, consumer.incarnation),
               Reason::kBadToken);
   }
   if (!consumer.table) {
-    return no(StatusCode::kFailedPrecondition, fmt::format("{} has not reserved", worker_name(pull.consumer)));
+    return no(StatusCode::kFailedPrecondition,
+              fmt::format("{} has not reserved", worker_name(pull.consumer)));
   }
   if (pull.sync_id < s.sync_id) {
     ++s.drops.stale_sync;
@@ -1055,8 +1107,9 @@ void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const
   const PullDescription* known = consumer.table->find(pull.chunk, pull.run);
   if (pull.sync_id > s.sync_id) {
     if (known == nullptr || known->seq != pull.seq) {
-      return no(StatusCode::kNotFound, fmt::format("{} has not announced chunk {} run {} with seq {}",
-                                                   worker_name(pull.consumer), pull.chunk, pull.run, pull.seq));
+      return no(StatusCode::kNotFound,
+                fmt::format("{} has not announced chunk {} run {} with seq {}", worker_name(pull.consumer),
+                            pull.chunk, pull.run, pull.seq));
     }
     Early& early = consumer.early;
     if (pull.sync_id < early.sync_id) {
@@ -1069,8 +1122,9 @@ void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const
       early.sync_id = pull.sync_id;
     }
     ++s.drops.kept_early;
-    const auto it = std::find_if(early.pulls.begin(), early.pulls.end(),
-                                 [&](const PullId& other) { return other.chunk == pull.chunk && other.run == pull.run; });
+    const auto it = std::find_if(early.pulls.begin(), early.pulls.end(), [&](const PullId& other) {
+      return other.chunk == pull.chunk && other.run == pull.run;
+    });
     if (it != early.pulls.end()) {
       *it = pull;
     } else {
@@ -1106,7 +1160,8 @@ void ProducerMachine::pack_done(std::int64_t now_ns, std::uint64_t ticket, const
   if (meeting != ring.meetings.end()) ring.meetings.erase(meeting);
   std::erase(s.groups[pack.group].meetings, std::pair(pack.sharing_group, pack.seq));
   if (!status.ok()) {
-    const Status why = status.with_context(fmt::format("{}: packing seq {} of group {}", s.me(), pack.seq, pack.group));
+    const Status why =
+        status.with_context(fmt::format("{}: packing seq {} of group {}", s.me(), pack.seq, pack.group));
     for (const std::uint32_t consumer : arrived) s.unpark(consumer, pack.seq, why, out);
     s.fail_sync(why, out);
     return s.settle(out);
@@ -1122,8 +1177,9 @@ void ProducerMachine::pack_done(std::int64_t now_ns, std::uint64_t ticket, const
   s.settle(out);
 }
 
-void ProducerMachine::signal(std::int64_t now_ns, std::uint64_t incarnation, std::uint64_t sync_id, std::uint32_t consumer,
-                             const std::vector<std::uint32_t>& groups, ProducerActions& out) {
+void ProducerMachine::signal(std::int64_t now_ns, std::uint64_t incarnation, std::uint64_t sync_id,
+                             std::uint32_t consumer, const std::vector<std::uint32_t>& groups,
+                             ProducerActions& out) {
   State& s = *state_;
   if (s.shut) return;
   if (consumer >= s.consumers.size()) {
@@ -1172,7 +1228,8 @@ void ProducerMachine::signal(std::int64_t now_ns, std::uint64_t incarnation, std
   s.settle(out);
 }
 
-void ProducerMachine::consumer_lost(std::int64_t now_ns, std::uint32_t consumer, const Status& why, ProducerActions& out) {
+void ProducerMachine::consumer_lost(std::int64_t now_ns, std::uint32_t consumer, const Status& why,
+                                    ProducerActions& out) {
   State& s = *state_;
   (void)now_ns;
   if (s.shut || consumer >= s.consumers.size()) return;
@@ -1185,13 +1242,15 @@ Status ProducerMachine::end_sync(std::int64_t now_ns, ProducerActions& out) {
   State& s = *state_;
   (void)now_ns;
   if (s.shut) return shutting_down();
-  if (!s.running) return s.failure.ok() ? wrong_state(fmt::format("{}: end_sync without a sync", s.me())) : s.failure;
+  if (!s.running)
+    return s.failure.ok() ? wrong_state(fmt::format("{}: end_sync without a sync", s.me())) : s.failure;
   if (s.unpublished != 0) {
     std::vector<std::uint32_t> missing;
     for (std::uint32_t g = 0; g < s.groups.size(); ++g) {
       if (s.groups[g].in_sync && !s.groups[g].published) missing.push_back(g);
     }
-    return wrong_state(fmt::format("{}: end_sync before {} was published", s.me(), count_noun("group", missing)));
+    return wrong_state(
+        fmt::format("{}: end_sync before {} was published", s.me(), count_noun("group", missing)));
   }
   s.ending = true;
   s.settle(out);
@@ -1237,17 +1296,22 @@ void ProducerMachine::shutdown(ProducerActions& out) {
     }
   }
   for (Consumer& consumer : s.consumers) {
-    for (const PullId& pull : consumer.early.pulls) State::refuse(consumer.incarnation, pull, shutting_down(), out);
+    for (const PullId& pull : consumer.early.pulls)
+      State::refuse(consumer.incarnation, pull, shutting_down(), out);
     consumer.early = {};
   }
   s.shut = true;
 }
 
-bool ProducerMachine::syncing() const { return state_->running; }
+bool ProducerMachine::syncing() const {
+  return state_->running;
+}
 std::optional<std::uint64_t> ProducerMachine::running_sync() const {
   return state_->running ? std::optional(state_->sync_id) : std::nullopt;
 }
-const Status& ProducerMachine::failure() const { return state_->failure; }
+const Status& ProducerMachine::failure() const {
+  return state_->failure;
+}
 std::vector<std::uint32_t> ProducerMachine::unfreed() const {
   std::vector<std::uint32_t> out;
   if (!state_->running) return out;
@@ -1264,7 +1328,11 @@ std::vector<std::uint32_t> ProducerMachine::live() const {
   }
   return out;
 }
-const DropCounters& ProducerMachine::drops() const { return state_->drops; }
-std::uint64_t ProducerMachine::packs() const { return state_->packs_done; }
+const DropCounters& ProducerMachine::drops() const {
+  return state_->drops;
+}
+std::uint64_t ProducerMachine::packs() const {
+  return state_->packs_done;
+}
 
 }  // namespace shardpull

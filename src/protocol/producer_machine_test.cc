@@ -31,7 +31,7 @@ std::vector<std::uint32_t> answered(const ProducerBench& bench) {  // seqs
   return seqs;
 }
 
-// ---- messages of other syncs --------------------------------------------------------------------------------------------
+// ---- messages of other syncs --------------------------------------------------------------------
 
 TEST(ProducerEarly, MessagesForASyncNotBegunAreKeptAndTakeEffectAtBegin) {
   ProducerBench b({.groups = 2, .consumers = 2});
@@ -117,7 +117,7 @@ TEST(ProducerEarly, ASignalOfAnEarlierSyncIsIgnored) {
   EXPECT_EQ(b.machine.drops().stale_sync, 2u);
 }
 
-// ---- begin_sync ---------------------------------------------------------------------------------------------------------
+// ---- begin_sync ---------------------------------------------------------------------------------
 
 TEST(ProducerBegin, RefusesABadLiveSetAndChangesNothing) {
   ProducerBench b({.groups = 2, .producers = 2, .consumers = 3, .pipeline_stages = true});
@@ -158,7 +158,7 @@ TEST(ProducerBegin, APullIsNeverServedWithTheTensorsOfAFailedSync) {
   EXPECT_THAT(b.take(), IsEmpty()) << "group 0 is not published in sync 2";
 }
 
-// ---- publish_group ------------------------------------------------------------------------------------------------------
+// ---- publish_group ------------------------------------------------------------------------------
 
 TEST(ProducerPublish, RefusesWhatIsNotExactlyTheGroup) {
   ProducerBench b({.groups = 2, .names_per_group = 2, .producers = 2, .pipeline_stages = true});
@@ -174,15 +174,20 @@ TEST(ProducerPublish, RefusesWhatIsNotExactlyTheGroup) {
     return b.machine.publish_group(0, 0, views, b.out).message();
   };
   EXPECT_THAT(publish([](auto& v) { v.pop_back(); }), HasSubstr("'layers.0.w1' is held here but missing"));
-  EXPECT_THAT(publish([](auto& v) { v.push_back(v[0]); }), HasSubstr("'layers.0.w0' is not held here in this group, or given twice"));
+  EXPECT_THAT(publish([](auto& v) { v.push_back(v[0]); }),
+              HasSubstr("'layers.0.w0' is not held here in this group, or given twice"));
   EXPECT_THAT(publish([](auto& v) { v[1].name = 2; }), HasSubstr("'layers.0.w1' is held here but missing"));
   EXPECT_THAT(publish([](auto& v) { v[1].name = 99; }), HasSubstr("missing"));
-  EXPECT_THAT(publish([](auto& v) { v[1].dtype = DType::kBF16; }), HasSubstr("'layers.0.w1' has dtype BF16, its metadata says F32"));
-  EXPECT_THAT(publish([](auto& v) { v[0].shape = {2, 8}; }), HasSubstr("'layers.0.w0' has shape [2, 8], its metadata says [4, 4]"));
-  EXPECT_THAT(publish([](auto& v) { v[0].location.where.bytes = 63; }), HasSubstr("does not fit the 63 bytes"));
+  EXPECT_THAT(publish([](auto& v) { v[1].dtype = DType::kBF16; }),
+              HasSubstr("'layers.0.w1' has dtype BF16, its metadata says F32"));
+  EXPECT_THAT(publish([](auto& v) { v[0].shape = {2, 8}; }),
+              HasSubstr("'layers.0.w0' has shape [2, 8], its metadata says [4, 4]"));
+  EXPECT_THAT(publish([](auto& v) { v[0].location.where.bytes = 63; }),
+              HasSubstr("does not fit the 63 bytes"));
   EXPECT_THAT(publish([](auto& v) { v[0].location.stride = {5, 1}; }), HasSubstr("does not fit"));
   EXPECT_THAT(publish([](auto& v) { v[0].location.stride = {-4, 1}; }), HasSubstr("does not fit"));
-  EXPECT_THAT(publish([](auto& v) { v[0].location.stride = {INT64_MAX, INT64_MAX}; }), HasSubstr("does not fit"));
+  EXPECT_THAT(publish([](auto& v) { v[0].location.stride = {INT64_MAX, INT64_MAX}; }),
+              HasSubstr("does not fit"));
   EXPECT_THAT(publish([](auto& v) { v[0].location.stride = {4}; }), HasSubstr("2 dims and 1 strides"));
   EXPECT_EQ(publish([](auto& v) {
               v[0].location.stride = {1, 4};  // transposed, still within its 64 bytes
@@ -204,7 +209,7 @@ TEST(ProducerPublish, AGroupWhoseBarrierIsSatisfiedIsReleasedImmediately) {
   EXPECT_THAT(b.publish(0).message(), HasSubstr("twice"));
 }
 
-// ---- the free barrier ---------------------------------------------------------------------------------------------------
+// ---- the free barrier ---------------------------------------------------------------------------
 
 TEST(ProducerBarrier, SignalsAreASetAgainstTheLiveSet) {
   ProducerBench b({.groups = 1, .consumers = 3});
@@ -249,7 +254,7 @@ TEST(ProducerBarrier, GroupsFreeOutOfOrder) {
   EXPECT_THAT(b.machine.unfreed(), ElementsAre(1u));
 }
 
-// ---- pulls --------------------------------------------------------------------------------------------------------------
+// ---- pulls --------------------------------------------------------------------------------------
 
 TEST(ProducerPull, WaitsUntilItsGroupIsPublished) {
   ProducerBench b({.groups = 2});
@@ -280,7 +285,8 @@ TEST(ProducerPull, SlotIsSeqModKNeverByArrival) {
   b.pull(0, 2);
   std::map<std::uint32_t, std::uint32_t> slot_of_seq;
   for (const Pack& pack : b.all<Pack>()) slot_of_seq[pack.pull->seq] = pack.slot;
-  EXPECT_THAT(slot_of_seq, ElementsAre(std::pair(0u, 0u), std::pair(1u, 1u), std::pair(2u, 0u), std::pair(3u, 1u)));
+  EXPECT_THAT(slot_of_seq,
+              ElementsAre(std::pair(0u, 0u), std::pair(1u, 1u), std::pair(2u, 0u), std::pair(3u, 1u)));
 }
 
 TEST(ProducerPull, MappedIsAnsweredWithTheTensorsPlaces) {
@@ -424,7 +430,7 @@ TEST(ProducerPull, ASyncStartsWithFreshSeqs) {
   }
 }
 
-// ---- slot sharing -------------------------------------------------------------------------------------------------------
+// ---- slot sharing -------------------------------------------------------------------------------
 
 constexpr TinyOptions kThreeReplicas{.groups = 3, .consumers = 6, .replicas = 3};
 
@@ -527,7 +533,7 @@ TEST(ProducerSharing, FirstReplicaLostOneLeftTheRestGoesOn) {
   EXPECT_THAT(freed(b), ElementsAre(0u));
 }
 
-// ---- losses -------------------------------------------------------------------------------------------------------------
+// ---- losses -------------------------------------------------------------------------------------
 
 TEST(ProducerLoss, OfTheLastReplicaFailsTheSyncNamingIt) {
   ProducerBench b({.groups = 1, .consumers = 2});
@@ -600,7 +606,7 @@ TEST(ProducerLoss, AConsumerKnownToBeGoneIsLostAsTheSyncBegins) {
   EXPECT_THAT(b.machine.live(), ElementsAre(0u, 1u));
 }
 
-// ---- reserve ------------------------------------------------------------------------------------------------------------
+// ---- reserve ------------------------------------------------------------------------------------
 
 struct ReserveCall {
   std::uint32_t consumer = 0;
@@ -613,8 +619,9 @@ class ProducerReserve : public testing::Test {
   ProducerBench b{TinyOptions{.groups = 3, .consumers = 4, .replicas = 2}};
 
   void call(const ReserveCall& c, std::vector<PullDescription> pulls) {
-    b.machine.reserve(0, c.consumer, c.life != 0 ? c.life : b.life(c.consumer), c.bytes, c.ring_depth, c.num_consumers,
-                      c.workers_per_replica, pulls_digest(pulls, c.ring_depth), pulls, b.out);
+    b.machine.reserve(0, c.consumer, c.life != 0 ? c.life : b.life(c.consumer), c.bytes, c.ring_depth,
+                      c.num_consumers, c.workers_per_replica, pulls_digest(pulls, c.ring_depth), pulls,
+                      b.out);
   }
   void call(const ReserveCall& c) { call(c, b.pulls[c.consumer]); }
   Status reply() {
@@ -700,7 +707,8 @@ TEST_F(ProducerReserve, SharersMustAgreeOnTheirPlanAndAreBothNamed) {
   auto pulls = b.pulls[2];
   pulls.pop_back();
   call({.consumer = 2}, pulls);  // while the first still waits for memory
-  EXPECT_THAT(reply().message(), testing::AllOf(HasSubstr("worker 2"), HasSubstr("worker 0"), HasSubstr("digests")));
+  EXPECT_THAT(reply().message(),
+              testing::AllOf(HasSubstr("worker 2"), HasSubstr("worker 0"), HasSubstr("digests")));
   b.machine.ring_allocated(0, 0, {}, b.out);
   EXPECT_EQ(reply(), Status());
   call({.consumer = 2}, pulls);
@@ -760,7 +768,7 @@ TEST_F(ProducerReserve, MappedPullsNeedNoRing) {
   EXPECT_EQ(mapped.all<ReserveReply>()[0].status, Status());
 }
 
-// ---- the end of a sync --------------------------------------------------------------------------------------------------
+// ---- the end of a sync --------------------------------------------------------------------------
 
 TEST(ProducerEnd, ReturnsWhenEveryGroupIsFreed) {
   ProducerBench b({.groups = 2});
@@ -801,7 +809,7 @@ TEST(ProducerEnd, ARankWithoutGroupsEndsAtOnce) {
   EXPECT_EQ(b.count<SyncEnded>(), 1u);
 }
 
-// ---- failures -----------------------------------------------------------------------------------------------------------
+// ---- failures -----------------------------------------------------------------------------------
 
 TEST(ProducerFail, WakesEveryWaiterAndKeepsTheFirstError) {
   ProducerBench b({.groups = 2, .consumers = 2});
@@ -886,7 +894,10 @@ TEST(ProducerFail, MemoryIsQuietWhenTheLastMappedReadHasEnded) {
   EXPECT_EQ(failed([](ProducerBench& b) { b.signal(0, {0}); }), 1u);
   EXPECT_EQ(failed([](ProducerBench& b) { b.signal(0, {1}); }), 0u);
   EXPECT_EQ(failed([](ProducerBench& b) { b.signal(1, {0}); }), 0u);
-  EXPECT_EQ(failed([](ProducerBench& b) { b.machine.consumer_lost(0, 0, Status(StatusCode::kUnavailable, "y"), b.out); }), 1u);
+  EXPECT_EQ(failed([](ProducerBench& b) {
+              b.machine.consumer_lost(0, 0, Status(StatusCode::kUnavailable, "y"), b.out);
+            }),
+            1u);
   EXPECT_EQ(failed([](ProducerBench& b) { b.machine.shutdown(b.out); }), 1u);
   const std::int64_t limit = ProducerConfig{}.drain_timeout_ns;
   EXPECT_EQ(failed([&](ProducerBench& b) {
@@ -915,7 +926,7 @@ TEST(ProducerFail, WithoutPacksMemoryIsQuietAtOnce) {
   EXPECT_EQ(b.count<SyncQuiet>(), 1u);
 }
 
-// ---- the watchdog -------------------------------------------------------------------------------------------------------
+// ---- the watchdog -------------------------------------------------------------------------------
 
 TEST(ProducerWatchdog, SaysWhatWasWaitedFor) {
   ProducerBench b({.groups = 4, .consumers = 2});
@@ -973,10 +984,10 @@ TEST(ProducerWatchdog, JunkDoesNotHoldItOff) {
   ASSERT_EQ(b.publish(0), Status());
   b.serve(0, 0);
   for (b.now = 0; b.now < 300 * kSecond; b.now += 10 * kSecond) {
-    b.pull(0, 0);                                        // a repeat
-    b.pull(1, 0);                                        // from a worker that is not live
-    b.signal(0, {1, 9});                                 // unknown groups
-    b.machine.signal(b.now, 5, 1, 0, {0}, b.out);        // another life
+    b.pull(0, 0);                                          // a repeat
+    b.pull(1, 0);                                          // from a worker that is not live
+    b.signal(0, {1, 9});                                   // unknown groups
+    b.machine.signal(b.now, 5, 1, 0, {0}, b.out);          // another life
     b.machine.signal(b.now, b.life(0), 0, 0, {0}, b.out);  // an old sync
     b.machine.signal(b.now, b.life(0), 2, 0, {0}, b.out);  // a sync not begun
     b.machine.tick(b.now, b.out);
@@ -1003,7 +1014,7 @@ TEST(ProducerWatchdog, IsArmedOnlyBetweenBeginAndEnd) {
   EXPECT_EQ(b.count<SyncFailed>(), 0u);
 }
 
-// ---- shutdown -----------------------------------------------------------------------------------------------------------
+// ---- shutdown -----------------------------------------------------------------------------------
 
 TEST(ProducerShutdown, WakesEveryWaiterInEveryState) {
   ProducerBench idle;
@@ -1041,11 +1052,11 @@ TEST(ProducerShutdown, WakesEveryWaiterInEveryState) {
   EXPECT_EQ(syncing.all<FailReply>()[0].status.info().reason, Reason::kShutdown);
 }
 
-// ---- a storm ------------------------------------------------------------------------------------------------------------
+// ---- a storm ------------------------------------------------------------------------------------
 
-// Whatever peers send in whatever order: every group is freed at most once a sync and never before all live consumers have
-// signalled it, every pull is answered at most once per request, no slot is packed while a pack writes it, and a sync ends in
-// exactly one of SyncEnded and SyncFailed.
+// Whatever peers send in whatever order: every group is freed at most once a sync and never before all live
+// consumers have signalled it, every pull is answered at most once per request, no slot is packed while a
+// pack writes it, and a sync ends in exactly one of SyncEnded and SyncFailed.
 RC_GTEST_PROP(ProducerStorm, KeepsItsInvariants, ()) {
   const auto seed = *rc::gen::arbitrary<std::uint64_t>();
   Random random(seed);
@@ -1070,7 +1081,8 @@ RC_GTEST_PROP(ProducerStorm, KeepsItsInvariants, ()) {
     for (const ProducerAction& action : b.take()) {
       if (const auto* one = std::get_if<GroupFreed>(&action)) {
         RC_ASSERT(freed_groups.emplace(one->sync_id, one->group).second);
-        for (const std::uint32_t c : live) RC_ASSERT(signalled[std::pair(one->sync_id, one->group)].contains(c));
+        for (const std::uint32_t c : live)
+          RC_ASSERT(signalled[std::pair(one->sync_id, one->group)].contains(c));
       } else if (const auto* pack = std::get_if<Pack>(&action)) {
         RC_ASSERT(packing.emplace(pack->sharing_group, pack->slot).second);
         RC_ASSERT(pack->slot == pack->pull->seq % options.ring_depth);
@@ -1100,7 +1112,9 @@ RC_GTEST_PROP(ProducerStorm, KeepsItsInvariants, ()) {
         }
         break;
       case 1:
-      case 2: (void)b.machine.publish_group(b.now, group, b.views(group), b.out).ok(); break;
+      case 2:
+        (void)b.machine.publish_group(b.now, group, b.views(group), b.out).ok();
+        break;
       case 3:
       case 4:
       case 5: {
@@ -1126,16 +1140,20 @@ RC_GTEST_PROP(ProducerStorm, KeepsItsInvariants, ()) {
           const Pack pack = open.begin()->second;
           open.erase(open.begin());
           packing.erase({pack.sharing_group, pack.slot});
-          b.machine.pack_done(b.now, pack.ticket, random.chance(0.05) ? Status(StatusCode::kInternal, "pack") : Status(), {},
+          b.machine.pack_done(b.now, pack.ticket,
+                              random.chance(0.05) ? Status(StatusCode::kInternal, "pack") : Status(), {},
                               b.out);
         }
         break;
-      case 10: (void)b.machine.end_sync(b.now, b.out).ok(); break;
+      case 10:
+        (void)b.machine.end_sync(b.now, b.out).ok();
+        break;
       default:
         b.now += static_cast<std::int64_t>(random.below(20)) * kSecond;
         b.machine.tick(b.now, b.out);
         if (random.chance(0.02)) b.machine.fail(sync, Status(StatusCode::kInternal, "told"), b.out);
-        if (random.chance(0.02)) b.machine.consumer_lost(b.now, consumer, Status(StatusCode::kUnavailable, "lost"), b.out);
+        if (random.chance(0.02))
+          b.machine.consumer_lost(b.now, consumer, Status(StatusCode::kUnavailable, "lost"), b.out);
         if (random.chance(0.02)) b.reserve(std::min(consumer, options.consumers - 1));
     }
     check();

@@ -48,9 +48,11 @@ TinyModel tiny_model(const TinyOptions& options) {
     tables->group_lens.push_back(options.names_per_group);
   }
   if (options.pipeline_stages) {
-    for (std::uint32_t r = 0; r < std::min(options.producers, options.groups); ++r) tables->ownership.owner_sets.push_back({r});
+    for (std::uint32_t r = 0; r < std::min(options.producers, options.groups); ++r)
+      tables->ownership.owner_sets.push_back({r});
     for (std::uint32_t name = 0; name < tables->metadata.size(); ++name) {
-      tables->ownership.name_owner_class.push_back(static_cast<std::int32_t>(name / options.names_per_group % options.producers));
+      tables->ownership.name_owner_class.push_back(
+          static_cast<std::int32_t>(name / options.names_per_group % options.producers));
     }
   }
   tables->producer_mappable.assign(options.producers, 1);
@@ -88,10 +90,12 @@ std::shared_ptr<const WorkerPlan> TinyModel::plan(std::uint32_t consumer) const 
   return std::make_shared<const WorkerPlan>(must(plan_worker(*tables, recording, consumer, options)));
 }
 
-// ---- producer -----------------------------------------------------------------------------------------------------------
+// ---- producer -----------------------------------------------------------------------------------
 
 ProducerBench::ProducerBench(const TinyOptions& options, std::uint32_t rank_given, bool fail_on_consumer_loss)
-    : model(tiny_model(options)), rank(rank_given), machine(producer_config(model, rank_given, fail_on_consumer_loss)) {
+    : model(tiny_model(options)),
+      rank(rank_given),
+      machine(producer_config(model, rank_given, fail_on_consumer_loss)) {
   for (std::uint32_t c = 0; c < options.consumers; ++c) {
     plans.push_back(model.plan(c));
     pulls.push_back(pulls_at(*plans.back(), rank));
@@ -104,15 +108,18 @@ void ProducerBench::reserve(std::uint32_t consumer, bool answer) {
   for (const PullDescription& pull : pulls[consumer]) {
     if (pull.path == Path::kPacked) bytes = std::max(bytes, pull.bytes);
   }
-  machine.reserve(now, consumer, life(consumer), bytes, t.ring_depth, t.num_consumers, effective_workers_per_replica(t),
-                  pulls_digest(pulls[consumer], t.ring_depth), pulls[consumer], out);
+  machine.reserve(now, consumer, life(consumer), bytes, t.ring_depth, t.num_consumers,
+                  effective_workers_per_replica(t), pulls_digest(pulls[consumer], t.ring_depth),
+                  pulls[consumer], out);
   if (!answer) return;
-  for (const auto& ring : all<producer_action::AllocateRing>()) machine.ring_allocated(now, ring.sharing_group, {}, out);
+  for (const auto& ring : all<producer_action::AllocateRing>())
+    machine.ring_allocated(now, ring.sharing_group, {}, out);
 }
 
 void ProducerBench::reserve_all() {
   for (std::uint32_t c = 0; c < plans.size(); ++c) reserve(c);
-  for (const auto& reply : all<producer_action::ReserveReply>()) EXPECT_TRUE(reply.status.ok()) << reply.status.to_string();
+  for (const auto& reply : all<producer_action::ReserveReply>())
+    EXPECT_TRUE(reply.status.ok()) << reply.status.to_string();
   take();
 }
 
@@ -144,7 +151,9 @@ std::vector<PublishedView> ProducerBench::views(std::uint32_t group) const {
   return found;
 }
 
-Status ProducerBench::publish(std::uint32_t group) { return machine.publish_group(now, group, views(group), out); }
+Status ProducerBench::publish(std::uint32_t group) {
+  return machine.publish_group(now, group, views(group), out);
+}
 
 PullId ProducerBench::pull_id(std::uint32_t consumer, std::uint32_t seq) const {
   const PullDescription& pull = pulls[consumer].at(seq);
@@ -174,12 +183,13 @@ std::string ProducerBench::refusal() const {
   return replies.empty() ? "" : replies.back().status.message();
 }
 
-// ---- consumer -----------------------------------------------------------------------------------------------------------
+// ---- consumer -----------------------------------------------------------------------------------
 
 ConsumerBench::ConsumerBench(const TinyOptions& options, std::uint32_t consumer)
     : ConsumerBench(tiny_model(options).plan(consumer), options.modules_span_groups ? 1 : options.groups) {}
 
-ConsumerBench::ConsumerBench(std::shared_ptr<const WorkerPlan> given, std::uint32_t num_modules, std::int64_t stall_timeout_ns)
+ConsumerBench::ConsumerBench(std::shared_ptr<const WorkerPlan> given, std::uint32_t num_modules,
+                             std::int64_t stall_timeout_ns)
     : plan(std::move(given)), machine(consumer_config(plan, num_modules, stall_timeout_ns)) {}
 
 void ConsumerBench::start(std::uint64_t sync, std::uint64_t version) {
@@ -207,7 +217,8 @@ PullId ConsumerBench::pull_id(std::uint32_t chunk, std::uint16_t run) const {
 }
 
 void ConsumerBench::ready(std::uint32_t chunk, std::uint16_t run) {
-  machine.ready(now, plan->chunks[chunk].runs[run].producer, pull_id(chunk, run), ready_info(chunk, run), out);
+  machine.ready(now, plan->chunks[chunk].runs[run].producer, pull_id(chunk, run), ready_info(chunk, run),
+                out);
 }
 void ConsumerBench::land(std::uint32_t chunk, std::uint16_t run, const Status& status) {
   machine.transfer_done(now, machine.sync_id(), chunk, run, status, out);
@@ -221,7 +232,8 @@ void ConsumerBench::posted(std::uint32_t chunk, const Status& status) {
 
 void ConsumerBench::ack_all() {
   for (const auto& signals : all<consumer_action::SendSignals>()) {
-    if (signals.sync_id == machine.sync_id()) machine.signals_acked(now, signals.producer, signals.sync_id, signals.groups, out);
+    if (signals.sync_id == machine.sync_id())
+      machine.signals_acked(now, signals.producer, signals.sync_id, signals.groups, out);
   }
 }
 
@@ -258,13 +270,17 @@ std::vector<std::uint32_t> ConsumerBench::pulled() const {
   for (const auto& pull : all<consumer_action::SendPull>()) chunks.push_back(pull.pull.chunk);
   return chunks;
 }
-std::vector<std::uint32_t> ConsumerBench::transferring() const { return chunks_of(all<consumer_action::StartTransfer>()); }
+std::vector<std::uint32_t> ConsumerBench::transferring() const {
+  return chunks_of(all<consumer_action::StartTransfer>());
+}
 std::vector<std::uint32_t> ConsumerBench::scattering() const {
   auto chunks = chunks_of(all<consumer_action::StartScatter>());
   for (const auto& copy : all<consumer_action::StartCopy>()) chunks.push_back(copy.chunk);
   return chunks;
 }
-std::vector<std::uint32_t> ConsumerBench::posting() const { return chunks_of(all<consumer_action::StartPost>()); }
+std::vector<std::uint32_t> ConsumerBench::posting() const {
+  return chunks_of(all<consumer_action::StartPost>());
+}
 
 std::vector<std::pair<std::uint32_t, std::uint32_t>> ConsumerBench::signalled() const {
   std::vector<std::pair<std::uint32_t, std::uint32_t>> found;

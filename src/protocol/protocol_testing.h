@@ -1,4 +1,5 @@
-// Building blocks of this room's tests: a tiny model, its plans, and drivers that feed one machine and read its actions.
+// Building blocks of this room's tests: a tiny model, its plans, and drivers that feed one machine and read
+// its actions.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -20,14 +21,15 @@ namespace shardpull::protocol_testing {
 inline constexpr std::int64_t kSecond = 1'000'000'000;
 
 struct TinyOptions {
-  std::uint32_t groups = 3;            // layers, one gather group each
-  std::uint32_t names_per_group = 1;   // [4, 4] F32 each, 64 bytes
+  std::uint32_t groups = 3;           // layers, one gather group each
+  std::uint32_t names_per_group = 1;  // [4, 4] F32 each, 64 bytes
   std::uint32_t producers = 1;
   std::uint32_t consumers = 1;
   std::uint32_t replicas = 1;
   std::uint32_t ring_depth = 2;
-  bool pipeline_stages = false;        // layer g is held by rank g mod producers only, else everybody holds everything
-  bool modules_span_groups = false;    // one module takes a name of every group, else one module per group
+  bool pipeline_stages =
+      false;  // layer g is held by rank g mod producers only, else everybody holds everything
+  bool modules_span_groups = false;  // one module takes a name of every group, else one module per group
   Path path = Path::kPacked;
   std::uint64_t max_chunk_bytes = 64;  // one name a chunk
   std::uint32_t pull_split = 1;
@@ -55,13 +57,15 @@ std::vector<T> of_kind(const std::vector<Action>& actions) {
 
 // One ProducerMachine and what it answered since the last clear().
 struct ProducerBench {
-  explicit ProducerBench(const TinyOptions& options = {}, std::uint32_t rank = 0, bool fail_on_consumer_loss = false);
+  explicit ProducerBench(const TinyOptions& options = {}, std::uint32_t rank = 0,
+                         bool fail_on_consumer_loss = false);
 
   static std::uint64_t life(std::uint32_t consumer) { return 100 + consumer; }
   // Reserves consumer's pulls; ring allocations are answered with OK unless `answer` is false.
   void reserve(std::uint32_t consumer, bool answer = true);
   void reserve_all();
-  Status begin(std::uint64_t sync_id, std::vector<std::uint32_t> live = {});  // empty: everybody; all owned groups
+  Status begin(std::uint64_t sync_id,
+               std::vector<std::uint32_t> live = {});  // empty: everybody; all owned groups
   std::vector<PublishedView> views(std::uint32_t group) const;
   Status publish(std::uint32_t group);
   PullId pull_id(std::uint32_t consumer, std::uint32_t seq) const;  // of the sync begun last
@@ -99,9 +103,11 @@ struct ProducerBench {
 struct ConsumerBench {
   explicit ConsumerBench(const TinyOptions& options = {}, std::uint32_t consumer = 0);
   // For hand-made plans.
-  ConsumerBench(std::shared_ptr<const WorkerPlan> plan, std::uint32_t num_modules, std::int64_t stall_timeout_ns = 300 * kSecond);
+  ConsumerBench(std::shared_ptr<const WorkerPlan> plan, std::uint32_t num_modules,
+                std::int64_t stall_timeout_ns = 300 * kSecond);
 
-  void start(std::uint64_t sync, std::uint64_t version);  // start_update and update, both expected to be legal
+  void start(std::uint64_t sync,
+             std::uint64_t version);  // start_update and update, both expected to be legal
   void ready(std::uint32_t chunk, std::uint16_t run = 0);
   void land(std::uint32_t chunk, std::uint16_t run = 0, const Status& status = {});
   void scattered(std::uint32_t chunk, const Status& status = {});
@@ -119,9 +125,9 @@ struct ConsumerBench {
   std::size_t count() const {
     return all<T>().size();
   }
-  std::vector<std::uint32_t> pulled() const;       // chunks
+  std::vector<std::uint32_t> pulled() const;  // chunks
   std::vector<std::uint32_t> transferring() const;
-  std::vector<std::uint32_t> scattering() const;   // StartScatter and StartCopy
+  std::vector<std::uint32_t> scattering() const;  // StartScatter and StartCopy
   std::vector<std::uint32_t> posting() const;
   std::vector<std::pair<std::uint32_t, std::uint32_t>> signalled() const;  // (producer, group)
   // The status of the last UpdateDone; a failed expectation without one.

@@ -1,15 +1,15 @@
 // TrainerMachine: at most one source call at a time, and none without credit.
 //
-//   [asking g] --published--> [idle] --credit--> [asking next] ... --all published, credit--> [asking end] --> [ending]
-//        \-- any failure --> [failing: waits for the source call and the producer] --> released, RankDone
+//   asking g --published--> idle --credit--> asking next ... --all published, credit--> asking end --> ending
+//        \-- any failure --> failing: waits for the source call and the producer --> released, RankDone
 //
 // SenderMachine: one sync over the fleet, in phases.
 //
-//   starting --all updates started--> updating --all prepared, all ranks ended--> finishing --all committed--> idle
-//        \------------ failure, loss, limit ------------\------------------------------\--> draining --> idle
+//   starting --all started--> updating --all prepared, all ranks ended--> finishing --all committed--> idle
+//        \---------- failure, loss, limit ----------\------------------------\--> draining --> idle
 //
-// A member's place in the sync is one enum (Progress, RankProgress); what a phase waits for is derived from them, so that a
-// loss only changes a member's place and everything else follows in advance().
+// A member's place in the sync is one enum (Progress, RankProgress); what a phase waits for is derived from
+// them, so that a loss only changes a member's place and everything else follows in advance().
 #include "protocol/trainer_machine.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@
 
 namespace shardpull {
 
-// ---- one rank -----------------------------------------------------------------------------------------------------------
+// ---- one rank -----------------------------------------------------------------------------------
 
 using namespace trainer_action;  // NOLINT: this file is about them
 using namespace sender_action;   // NOLINT
@@ -32,10 +32,10 @@ struct TrainerMachine::State {
   std::uint64_t sync_id = 0;
   bool running = false;
   std::vector<std::uint32_t> groups;
-  std::size_t next = 0;                  // groups[next] is asked for next
-  bool asking = false;                   // a source call is under way
+  std::size_t next = 0;  // groups[next] is asked for next
+  bool asking = false;   // a source call is under way
   bool asked_end = false, source_over = false, ending = false;
-  std::set<std::uint32_t> resident;      // asked for or published, not freed
+  std::set<std::uint32_t> resident;  // asked for or published, not freed
   std::uint32_t peak = 0;
   Status error;
   bool quiet = false;
@@ -69,12 +69,15 @@ struct TrainerMachine::State {
   }
 };
 
-TrainerMachine::TrainerMachine(std::uint32_t lookahead) : state_(std::make_unique<State>()) { state_->lookahead = lookahead; }
+TrainerMachine::TrainerMachine(std::uint32_t lookahead) : state_(std::make_unique<State>()) {
+  state_->lookahead = lookahead;
+}
 TrainerMachine::~TrainerMachine() = default;
 
 Status TrainerMachine::begin(std::uint64_t sync_id, std::vector<std::uint32_t> groups, TrainerActions& out) {
   State& s = *state_;
-  if (s.running) return wrong_state(fmt::format("sync {} begun while sync {} runs on this rank", sync_id, s.sync_id));
+  if (s.running)
+    return wrong_state(fmt::format("sync {} begun while sync {} runs on this rank", sync_id, s.sync_id));
   const std::uint32_t lookahead = s.lookahead;
   s = State{};
   s.lookahead = lookahead;
@@ -135,18 +138,34 @@ void TrainerMachine::source_returned(TrainerActions& out) {
   s.advance(out);
 }
 
-bool TrainerMachine::running() const { return state_->running; }
-std::uint32_t TrainerMachine::resident() const { return static_cast<std::uint32_t>(state_->resident.size()); }
-std::uint32_t TrainerMachine::peak_resident() const { return state_->peak; }
+bool TrainerMachine::running() const {
+  return state_->running;
+}
+std::uint32_t TrainerMachine::resident() const {
+  return static_cast<std::uint32_t>(state_->resident.size());
+}
+std::uint32_t TrainerMachine::peak_resident() const {
+  return state_->peak;
+}
 
-// ---- the sender ---------------------------------------------------------------------------------------------------------
+// ---- the sender ---------------------------------------------------------------------------------
 
 namespace {
 
 enum class Phase : std::uint8_t { kIdle, kStarting, kUpdating, kFinishing, kDraining };
 
 // A consumer's place in the sync. kOver: it has answered a failure, and nothing more is expected of it.
-enum class Progress : std::uint8_t { kAbsent, kStarting, kStarted, kUpdating, kPrepared, kFinishing, kFinished, kOver, kLost };
+enum class Progress : std::uint8_t {
+  kAbsent,
+  kStarting,
+  kStarted,
+  kUpdating,
+  kPrepared,
+  kFinishing,
+  kFinished,
+  kOver,
+  kLost
+};
 enum class RankProgress : std::uint8_t { kOpened, kBegan, kEnded, kLost };
 
 }  // namespace
@@ -158,7 +177,7 @@ struct SenderMachine::State {
   std::vector<Progress> consumers;
   std::vector<RankProgress> ranks;
   std::vector<std::uint32_t> lost, dropped;
-  std::set<Member> gone;       // between syncs too: processes that are known to be down
+  std::set<Member> gone;  // between syncs too: processes that are known to be down
   Status error;
   std::int64_t since_ns = 0;   // the last event of the wait at hand
   std::int64_t opened_ns = 0;  // when the sync was opened
@@ -193,7 +212,8 @@ struct SenderMachine::State {
       since_ns = now_ns;
       step<Update>(Progress::kStarted, Progress::kUpdating, out);
     }
-    if (phase == Phase::kUpdating && none(Progress::kUpdating) && none(RankProgress::kOpened) && none(RankProgress::kBegan)) {
+    if (phase == Phase::kUpdating && none(Progress::kUpdating) && none(RankProgress::kOpened) &&
+        none(RankProgress::kBegan)) {
       phase = Phase::kFinishing;
       since_ns = now_ns;
       step<Finish>(Progress::kPrepared, Progress::kFinishing, out);
@@ -237,8 +257,8 @@ struct SenderMachine::State {
   }
 
   // What a consumer reports moves it from one of `from` to `to`; false when it has no business here.
-  bool report(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t id, std::initializer_list<Progress> from,
-              Progress to) {
+  bool report(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t id,
+              std::initializer_list<Progress> from, Progress to) {
     if (!running(id) || consumer >= consumers.size()) return false;
     Progress& place = consumers[consumer];
     if (std::find(from.begin(), from.end(), place) == from.end()) return false;
@@ -256,8 +276,8 @@ struct SenderMachine::State {
     const std::uint32_t first = consumer / replica() * replica();
     const Status mate_lost =
         Status(StatusCode::kUnavailable,
-               fmt::format("left sync {} because {} of the same replica was lost: {}", sync_id, worker_name(consumer),
-                           why.message()),
+               fmt::format("left sync {} because {} of the same replica was lost: {}", sync_id,
+                           worker_name(consumer), why.message()),
                {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
     for (std::uint32_t c = first; c < std::min<std::size_t>(first + replica(), consumers.size()); ++c) {
       if (c == consumer || !in_sync(consumers[c])) continue;
@@ -269,13 +289,18 @@ struct SenderMachine::State {
   }
 };
 
-SenderMachine::SenderMachine(SenderConfig config) : state_(std::make_unique<State>()) { state_->config = config; }
+SenderMachine::SenderMachine(SenderConfig config) : state_(std::make_unique<State>()) {
+  state_->config = config;
+}
 SenderMachine::~SenderMachine() = default;
 
-Status SenderMachine::begin(std::int64_t now_ns, std::uint64_t sync_id, std::vector<std::uint32_t> live, SenderActions& out) {
+Status SenderMachine::begin(std::int64_t now_ns, std::uint64_t sync_id, std::vector<std::uint32_t> live,
+                            SenderActions& out) {
   State& s = *state_;
-  if (s.phase != Phase::kIdle) return wrong_state(fmt::format("sync {} begun while sync {} runs", sync_id, s.sync_id));
-  if (sync_id <= s.sync_id) return wrong_state(fmt::format("sync {} is not after sync {}", sync_id, s.sync_id));
+  if (s.phase != Phase::kIdle)
+    return wrong_state(fmt::format("sync {} begun while sync {} runs", sync_id, s.sync_id));
+  if (sync_id <= s.sync_id)
+    return wrong_state(fmt::format("sync {} is not after sync {}", sync_id, s.sync_id));
   if (live.empty()) return bad_argument(fmt::format("sync {}: the live set is empty", sync_id));
   std::vector<Progress> places(s.config.num_consumers, Progress::kAbsent);
   for (std::size_t i = 0; i < live.size(); ++i) {
@@ -284,7 +309,8 @@ Status SenderMachine::begin(std::int64_t now_ns, std::uint64_t sync_id, std::vec
                                       s.config.num_consumers - 1));
     }
     if (i > 0 && live[i] <= live[i - 1]) {
-      return bad_argument(fmt::format("sync {}: the live set is not ascending: {} after {}", sync_id, live[i], live[i - 1]));
+      return bad_argument(
+          fmt::format("sync {}: the live set is not ascending: {} after {}", sync_id, live[i], live[i - 1]));
     }
     places[live[i]] = Progress::kStarting;
   }
@@ -310,7 +336,8 @@ Status SenderMachine::begin(std::int64_t now_ns, std::uint64_t sync_id, std::vec
   for (const std::uint32_t c : live) {
     if (!s.gone.contains({Role::kWorker, c})) out.push_back(StartUpdate{c});
   }
-  const Status down = Status(StatusCode::kUnavailable, "it was down before the sync began", {.reason = Reason::kPeerLost});
+  const Status down =
+      Status(StatusCode::kUnavailable, "it was down before the sync began", {.reason = Reason::kPeerLost});
   for (const Member& member : std::set<Member>(s.gone)) {
     if (member.role == Role::kTrainer) {
       rank_lost(now_ns, member.id, down, out);
@@ -321,9 +348,12 @@ Status SenderMachine::begin(std::int64_t now_ns, std::uint64_t sync_id, std::vec
   return {};
 }
 
-void SenderMachine::member_up(const Member& member) { state_->gone.erase(member); }
+void SenderMachine::member_up(const Member& member) {
+  state_->gone.erase(member);
+}
 
-void SenderMachine::rank_began(std::int64_t now_ns, std::uint32_t rank, std::uint64_t sync_id, SenderActions& out) {
+void SenderMachine::rank_began(std::int64_t now_ns, std::uint32_t rank, std::uint64_t sync_id,
+                               SenderActions& out) {
   State& s = *state_;
   (void)out;
   if (!s.running(sync_id) || rank >= s.ranks.size() || s.ranks[rank] != RankProgress::kOpened) return;
@@ -331,8 +361,8 @@ void SenderMachine::rank_began(std::int64_t now_ns, std::uint32_t rank, std::uin
   s.since_ns = now_ns;
 }
 
-void SenderMachine::update_started(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id, const Status& status,
-                                   SenderActions& out) {
+void SenderMachine::update_started(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id,
+                                   const Status& status, SenderActions& out) {
   State& s = *state_;
   if (!status.ok()) {
     // It refused: it is not in the sync, and will not answer a failure.
@@ -343,12 +373,13 @@ void SenderMachine::update_started(std::int64_t now_ns, std::uint32_t consumer, 
   if (s.report(now_ns, consumer, sync_id, {Progress::kStarting}, Progress::kStarted)) s.advance(now_ns, out);
 }
 
-void SenderMachine::prepared(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id, const Status& status,
-                             SenderActions& out) {
+void SenderMachine::prepared(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id,
+                             const Status& status, SenderActions& out) {
   State& s = *state_;
   if (!status.ok()) {
     if (!s.report(now_ns, consumer, sync_id,
-                  {Progress::kStarting, Progress::kStarted, Progress::kUpdating, Progress::kPrepared, Progress::kFinishing},
+                  {Progress::kStarting, Progress::kStarted, Progress::kUpdating, Progress::kPrepared,
+                   Progress::kFinishing},
                   Progress::kOver)) {
       return;
     }
@@ -358,16 +389,18 @@ void SenderMachine::prepared(std::int64_t now_ns, std::uint32_t consumer, std::u
   if (s.report(now_ns, consumer, sync_id, {Progress::kUpdating}, Progress::kPrepared)) s.advance(now_ns, out);
 }
 
-void SenderMachine::finished(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id, const Status& status,
-                             SenderActions& out) {
+void SenderMachine::finished(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id,
+                             const Status& status, SenderActions& out) {
   State& s = *state_;
-  if (!s.report(now_ns, consumer, sync_id, {Progress::kFinishing}, status.ok() ? Progress::kFinished : Progress::kOver)) return;
+  if (!s.report(now_ns, consumer, sync_id, {Progress::kFinishing},
+                status.ok() ? Progress::kFinished : Progress::kOver))
+    return;
   if (!status.ok()) s.fail_for(now_ns, {Role::kWorker, consumer}, status.with_context("finish_update"), out);
   s.advance(now_ns, out);
 }
 
-void SenderMachine::rank_ended(std::int64_t now_ns, std::uint32_t rank, std::uint64_t sync_id, const Status& status,
-                               SenderActions& out) {
+void SenderMachine::rank_ended(std::int64_t now_ns, std::uint32_t rank, std::uint64_t sync_id,
+                               const Status& status, SenderActions& out) {
   State& s = *state_;
   if (!s.running(sync_id) || rank >= s.ranks.size()) return;
   RankProgress& place = s.ranks[rank];
@@ -382,17 +415,20 @@ void SenderMachine::failed(std::int64_t now_ns, const Member& from, std::uint64_
                            SenderActions& out) {
   State& s = *state_;
   if (!s.running(sync_id)) return;
-  if (from.role == Role::kWorker && (from.id >= s.consumers.size() || !s.in_sync(s.consumers[from.id]))) return;
+  if (from.role == Role::kWorker && (from.id >= s.consumers.size() || !s.in_sync(s.consumers[from.id])))
+    return;
   if (from.role == Role::kTrainer && from.id >= s.ranks.size()) return;
   s.fail_for(now_ns, from, why, out);
 }
 
-void SenderMachine::rank_lost(std::int64_t now_ns, std::uint32_t rank, const Status& why, SenderActions& out) {
+void SenderMachine::rank_lost(std::int64_t now_ns, std::uint32_t rank, const Status& why,
+                              SenderActions& out) {
   State& s = *state_;
   s.gone.insert({Role::kTrainer, rank});
   if (s.phase == Phase::kIdle || rank >= s.ranks.size() || s.ranks[rank] == RankProgress::kLost) return;
   s.ranks[rank] = RankProgress::kLost;
-  // Once commits are under way nobody needs the rank any more: they go on, and the next sync meets its absence.
+  // Once commits are under way nobody needs the rank any more: they go on, and the next sync meets its
+  // absence.
   if (s.phase != Phase::kFinishing) {
     s.fail(now_ns,
            Status(StatusCode::kUnavailable,
@@ -403,22 +439,26 @@ void SenderMachine::rank_lost(std::int64_t now_ns, std::uint32_t rank, const Sta
   s.advance(now_ns, out);
 }
 
-void SenderMachine::consumer_lost(std::int64_t now_ns, std::uint32_t consumer, const Status& why, SenderActions& out) {
+void SenderMachine::consumer_lost(std::int64_t now_ns, std::uint32_t consumer, const Status& why,
+                                  SenderActions& out) {
   State& s = *state_;
   s.gone.insert({Role::kWorker, consumer});
-  if (s.phase == Phase::kIdle || consumer >= s.consumers.size() || s.consumers[consumer] == Progress::kAbsent) return;
+  if (s.phase == Phase::kIdle || consumer >= s.consumers.size() || s.consumers[consumer] == Progress::kAbsent)
+    return;
   if (std::find(s.lost.begin(), s.lost.end(), consumer) != s.lost.end()) return;
   std::erase(s.dropped, consumer);  // a mate of one lost before is lost itself now
   s.consumers[consumer] = Progress::kLost;
   s.lost.push_back(consumer);
   std::sort(s.lost.begin(), s.lost.end());
   s.since_ns = now_ns;
-  const Status lost = Status(StatusCode::kUnavailable,
-                             fmt::format("{} was lost in sync {}: {}", worker_name(consumer), s.sync_id, why.message()),
-                             {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
+  const Status lost =
+      Status(StatusCode::kUnavailable,
+             fmt::format("{} was lost in sync {}: {}", worker_name(consumer), s.sync_id, why.message()),
+             {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
   if (s.phase != Phase::kDraining) {
     if (!s.config.fail_on_consumer_loss) s.drop_replica(consumer, why, out);
-    const bool any = std::any_of(s.consumers.begin(), s.consumers.end(), [&](Progress p) { return s.in_sync(p); });
+    const bool any =
+        std::any_of(s.consumers.begin(), s.consumers.end(), [&](Progress p) { return s.in_sync(p); });
     if (s.config.fail_on_consumer_loss || !any) s.fail(now_ns, lost, out);
   }
   s.advance(now_ns, out);
@@ -428,7 +468,9 @@ void SenderMachine::tick(std::int64_t now_ns, SenderActions& out) {
   State& s = *state_;
   const std::int64_t limit = s.config.step_timeout_ns;
   const auto late = [&](std::string what) {
-    s.fail(now_ns, stalled(fmt::format("sync {}: no answer within {:.3g} s: {}", s.sync_id, static_cast<double>(limit) / 1e9, what)),
+    s.fail(now_ns,
+           stalled(fmt::format("sync {}: no answer within {:.3g} s: {}", s.sync_id,
+                               static_cast<double>(limit) / 1e9, what)),
            out);
     s.advance(now_ns, out);
   };
@@ -444,7 +486,8 @@ void SenderMachine::tick(std::int64_t now_ns, SenderActions& out) {
   if (now_ns - s.since_ns < limit) return;
   switch (s.phase) {
     case Phase::kStarting:
-      return late(fmt::format("start_update of {}", count_noun("worker", State::members(s.consumers, Progress::kStarting))));
+      return late(fmt::format("start_update of {}",
+                              count_noun("worker", State::members(s.consumers, Progress::kStarting))));
     case Phase::kUpdating:
       // While a rank is in the sync its watchdog sees more than we do.
       if (s.none(RankProgress::kBegan)) {
@@ -453,12 +496,16 @@ void SenderMachine::tick(std::int64_t now_ns, SenderActions& out) {
       }
       return;
     case Phase::kFinishing:
-      return late(fmt::format("finish_update of {}", count_noun("worker", State::members(s.consumers, Progress::kFinishing))));
+      return late(fmt::format("finish_update of {}",
+                              count_noun("worker", State::members(s.consumers, Progress::kFinishing))));
     case Phase::kIdle:
-    case Phase::kDraining: return;
+    case Phase::kDraining:
+      return;
   }
 }
 
-bool SenderMachine::running() const { return state_->phase != Phase::kIdle; }
+bool SenderMachine::running() const {
+  return state_->phase != Phase::kIdle;
+}
 
 }  // namespace shardpull

@@ -23,7 +23,7 @@ using testing::IsEmpty;
 
 const Status kBroken(StatusCode::kInternal, "broken");
 
-// ---- one rank -----------------------------------------------------------------------------------------------------------
+// ---- one rank -----------------------------------------------------------------------------------
 
 struct RankBench {
   explicit RankBench(std::uint32_t lookahead) : machine(lookahead) {}
@@ -218,7 +218,7 @@ RC_GTEST_PROP(TrainerCreditStorm, NeverMoreThanTheBoundAndAlwaysToTheEnd, ()) {
   RC_ASSERT(next == groups.size());
 }
 
-// ---- the sender ---------------------------------------------------------------------------------------------------------
+// ---- the sender ---------------------------------------------------------------------------------
 
 struct SenderBench {
   explicit SenderBench(SenderConfig config = {.world_size = 2, .num_consumers = 4, .workers_per_replica = 2})
@@ -230,7 +230,9 @@ struct SenderBench {
   void all_began() {
     for (std::uint32_t r = 0; r < config.world_size; ++r) machine.rank_began(now, r, id, out);
   }
-  void started(std::uint32_t c, const Status& status = {}) { machine.update_started(now, c, id, status, out); }
+  void started(std::uint32_t c, const Status& status = {}) {
+    machine.update_started(now, c, id, status, out);
+  }
   void prepared(std::uint32_t c, const Status& status = {}) { machine.prepared(now, c, id, status, out); }
   void finished(std::uint32_t c, const Status& status = {}) { machine.finished(now, c, id, status, out); }
   void ended(std::uint32_t r, const Status& status = {}) { machine.rank_ended(now, r, id, status, out); }
@@ -457,7 +459,8 @@ TEST(SenderLoss, OfTheLastReplicaOrWithTheSettingFailsNamingIt) {
   EXPECT_THAT(last.done().status.message(), HasSubstr("worker 1 was lost in sync 1"));
   EXPECT_THAT(last.done().lost_consumers, ElementsAre(1u));
 
-  SenderBench strict({.world_size = 2, .num_consumers = 4, .workers_per_replica = 2, .fail_on_consumer_loss = true});
+  SenderBench strict(
+      {.world_size = 2, .num_consumers = 4, .workers_per_replica = 2, .fail_on_consumer_loss = true});
   strict.begin(1);
   strict.to_updating();
   strict.machine.consumer_lost(0, 1, kBroken, strict.out);

@@ -1,10 +1,10 @@
 // Words shared by the protocol's machines.
 //
-// A machine holds all state and takes all decisions of its side of the protocol. It has no threads, sockets, clocks or
-// memory of its own: a driver (src/runtime) or the simulator (src/sim) calls its event methods and then performs the actions
-// it appended to the list given, in order. Every method that depends on time takes `now_ns`. Machines are Confined: one
-// thread at a time. A machine never trusts a peer: an event that does not fit its state is answered with an error action or
-// dropped and counted, never asserted.
+// A machine holds all state and takes all decisions of its side of the protocol. It has no threads, sockets,
+// clocks or memory of its own: a driver (src/runtime) or the simulator (src/sim) calls its event methods and
+// then performs the actions it appended to the list given, in order. Every method that depends on time takes
+// `now_ns`. Machines are Confined: one thread at a time. A machine never trusts a peer: an event that does
+// not fit its state is answered with an error action or dropped and counted, never asserted.
 #pragma once
 
 #include <cstdint>
@@ -48,19 +48,19 @@ struct ReadyInfo {
   Path path = Path::kPacked;
   std::uint32_t sharing_group = 0, slot = 0;  // packed: which serve slot
   std::uint64_t bytes = 0;                    // packed: bytes in the slot
-  std::vector<Location> entries;              // mapped: one per distinct (name, piece) of the run, in order of first use.
-                                              // packed: filled in by the driver (one entry: the slot)
-  std::vector<std::uint64_t> sums;            // one per key, or empty
+  std::vector<Location> entries;  // mapped: one per distinct (name, piece) of the run, in order of first use.
+                                  // packed: filled in by the driver (one entry: the slot)
+  std::vector<std::uint64_t> sums;  // one per key, or empty
 };
 
 // Counters of things that are dropped on purpose; shown in reports.
 struct DropCounters {
-  std::uint64_t stale_sync = 0;         // messages of an earlier sync
+  std::uint64_t stale_sync = 0;  // messages of an earlier sync
   std::uint64_t stale_incarnation = 0;
   std::uint64_t duplicate_signals = 0;
-  std::uint64_t not_live = 0;           // from a consumer outside the live set
-  std::uint64_t unknown = 0;            // a group that is not of this sync here, a reply that answers nothing
-  std::uint64_t kept_early = 0;         // kept for a sync not begun here yet (not a drop)
+  std::uint64_t not_live = 0;    // from a consumer outside the live set
+  std::uint64_t unknown = 0;     // a group that is not of this sync here, a reply that answers nothing
+  std::uint64_t kept_early = 0;  // kept for a sync not begun here yet (not a drop)
 };
 
 }  // namespace shardpull

@@ -13,7 +13,8 @@ std::string list_ranges(const std::vector<std::uint32_t>& ascending, std::size_t
     while (end < ascending.size() && ascending[end] == ascending[end - 1] + 1) ++end;
     if (ranges++ == max_ranges) return text + fmt::format(", ... ({} in all)", ascending.size());
     if (!text.empty()) text += ", ";
-    text += end - i == 1 ? fmt::format("{}", ascending[i]) : fmt::format("{}-{}", ascending[i], ascending[end - 1]);
+    text += end - i == 1 ? fmt::format("{}", ascending[i])
+                         : fmt::format("{}-{}", ascending[i], ascending[end - 1]);
     i = end;
   }
   return text;

@@ -33,7 +33,8 @@ Slice box_of(std::int64_t width, std::int64_t r0, std::int64_t rows, std::int64_
 
 // Enumerates a strided box, row-major.
 template <typename Visit>
-void enumerate(std::int64_t offset, const std::vector<std::int64_t>& size, const std::vector<std::int64_t>& stride, Visit visit) {
+void enumerate(std::int64_t offset, const std::vector<std::int64_t>& size,
+               const std::vector<std::int64_t>& stride, Visit visit) {
   std::vector<std::int64_t> index(size.size(), 0);
   const std::int64_t count = product(size);
   for (std::int64_t i = 0; i < count; ++i) {
@@ -52,7 +53,8 @@ class Recorder {
  public:
   explicit Recorder(const std::vector<TensorMeta>& metadata) : metadata_(metadata) {}
 
-  std::uint32_t parameter(const std::string& module, const std::string& name, DType dtype, std::vector<std::int64_t> shape) {
+  std::uint32_t parameter(const std::string& module, const std::string& name, DType dtype,
+                          std::vector<std::int64_t> shape) {
     const auto [at, fresh] = modules_.emplace(module, static_cast<std::uint32_t>(recording_.modules.size()));
     if (fresh) recording_.modules.push_back({module, "Sim", true, true});
     std::vector<std::int64_t> stride(shape.size(), 1);
@@ -62,9 +64,10 @@ class Recorder {
   }
 
   // `slice` of a name into `rows` x `columns` at `offset` of a matrix parameter (or all of a vector: rows 0).
-  void copy(const std::string& name, Slice slice, std::uint32_t parameter, std::int64_t offset, std::int64_t rows,
-            std::int64_t columns) {
-    const auto it = std::find_if(metadata_.begin(), metadata_.end(), [&](const TensorMeta& meta) { return meta.name == name; });
+  void copy(const std::string& name, Slice slice, std::uint32_t parameter, std::int64_t offset,
+            std::int64_t rows, std::int64_t columns) {
+    const auto it = std::find_if(metadata_.begin(), metadata_.end(),
+                                 [&](const TensorMeta& meta) { return meta.name == name; });
     Scatter scatter;
     scatter.name = static_cast<std::uint32_t>(it - metadata_.begin());
     scatter.wire_dtype = it->dtype;
@@ -87,13 +90,15 @@ class Recorder {
 
   void fill_rows(std::uint32_t parameter, std::int64_t first, std::int64_t rows) {
     const RecordedParameter& p = recording_.parameters[parameter];
-    recording_.fills.push_back({{parameter, p.dtype, first * p.stride[0], {rows, p.shape[1]}, {p.stride[0], 1}}});
+    recording_.fills.push_back(
+        {{parameter, p.dtype, first * p.stride[0], {rows, p.shape[1]}, {p.stride[0], 1}}});
   }
 
   Recording finish() {
     std::vector<std::uint8_t> live(metadata_.size(), 0);
     for (const Scatter& scatter : recording_.scatters) live[scatter.name] = 1;
-    for (std::uint32_t name = 0; name < live.size(); ++name) (live[name] != 0 ? recording_.live : recording_.dead).push_back(name);
+    for (std::uint32_t name = 0; name < live.size(); ++name)
+      (live[name] != 0 ? recording_.live : recording_.dead).push_back(name);
     recording_.unused_reasons.assign(recording_.dead.size(), "not on this worker");
     return std::move(recording_);
   }
@@ -120,13 +125,16 @@ std::vector<TensorMeta> metadata_of(const SimOptions& options) {
   return metadata;
 }
 
-// Worker (stage, rank) of one replica: embedding and head by rows with a padded row each, q and k fused into one parameter,
-// o by columns, the rest whole; one module takes its parameters from the first layer and from the end.
-Recording record(const SimOptions& options, const std::vector<TensorMeta>& metadata, std::uint32_t stage, std::uint32_t rank) {
+// Worker (stage, rank) of one replica: embedding and head by rows with a padded row each, q and k fused into
+// one parameter, o by columns, the rest whole; one module takes its parameters from the first layer and from
+// the end.
+Recording record(const SimOptions& options, const std::vector<TensorMeta>& metadata, std::uint32_t stage,
+                 std::uint32_t rank) {
   Recorder recorder(metadata);
   const std::int64_t tp = options.tp, t = rank;
   const std::int64_t rows = kVocabulary / tp, q = 2 * kHidden / tp, k = kHidden / tp;
-  const std::uint32_t first = options.layers * stage / options.pp, last = options.layers * (stage + 1) / options.pp;
+  const std::uint32_t first = options.layers * stage / options.pp,
+                      last = options.layers * (stage + 1) / options.pp;
   if (stage == 0) {
     const std::uint32_t weight = recorder.parameter("embed", "weight", DType::kBF16, {rows + 1, kHidden});
     recorder.copy("embed.weight", box_of(kHidden, t * rows, rows, 0, kHidden), weight, 0, rows, kHidden);
@@ -146,8 +154,8 @@ Recording record(const SimOptions& options, const std::vector<TensorMeta>& metad
   }
   if (stage + 1 == options.pp) {
     const std::uint32_t weight = recorder.parameter("head", "weight", DType::kBF16, {rows + 1, kHidden});
-    recorder.copy(options.tied ? "embed.weight" : "head.weight", box_of(kHidden, t * rows, rows, 0, kHidden), weight, 0, rows,
-                  kHidden);
+    recorder.copy(options.tied ? "embed.weight" : "head.weight", box_of(kHidden, t * rows, rows, 0, kHidden),
+                  weight, 0, rows, kHidden);
     recorder.fill_rows(weight, rows, 1);
     if (options.pp == 1) {
       const std::uint32_t early = recorder.parameter("mix", "early", DType::kF32, {kHidden});
@@ -159,7 +167,8 @@ Recording record(const SimOptions& options, const std::vector<TensorMeta>& metad
   return recorder.finish();
 }
 
-std::vector<Holding> holdings_of(const SimOptions& options, const std::vector<TensorMeta>& metadata, Random& random) {
+std::vector<Holding> holdings_of(const SimOptions& options, const std::vector<TensorMeta>& metadata,
+                                 Random& random) {
   std::vector<Holding> holdings(options.trainers);
   const std::size_t mask_bytes = (metadata.size() + 7) / 8;
   for (std::uint32_t r = 0; r < options.trainers; ++r) {
@@ -168,16 +177,20 @@ std::vector<Holding> holdings_of(const SimOptions& options, const std::vector<Te
     holdings[r].whole.assign(mask_bytes, 0);
   }
   const auto hold = [&](std::uint32_t rank, std::uint32_t name) {
-    holdings[rank].whole[name / 8] = static_cast<std::uint8_t>(holdings[rank].whole[name / 8] | 1u << name % 8);
+    holdings[rank].whole[name / 8] =
+        static_cast<std::uint8_t>(holdings[rank].whole[name / 8] | 1u << name % 8);
   };
   for (std::uint32_t name = 0; name < metadata.size(); ++name) {
     switch (options.holdings) {
       case Holdings::kEverybody:
         for (std::uint32_t r = 0; r < options.trainers; ++r) hold(r, name);
         break;
-      case Holdings::kStages: hold(static_cast<std::uint32_t>(name * options.trainers / metadata.size()), name); break;
+      case Holdings::kStages:
+        hold(static_cast<std::uint32_t>(name * options.trainers / metadata.size()), name);
+        break;
       case Holdings::kRandom: {
-        hold(name < options.trainers ? name : static_cast<std::uint32_t>(random.below(options.trainers)), name);
+        hold(name < options.trainers ? name : static_cast<std::uint32_t>(random.below(options.trainers)),
+             name);
         for (std::uint32_t r = 0; r < options.trainers; ++r) {
           if (random.chance(0.3)) hold(r, name);
         }
@@ -190,7 +203,8 @@ std::vector<Holding> holdings_of(const SimOptions& options, const std::vector<Te
           break;
         }
         for (std::uint32_t r = 0; r < options.trainers; ++r) {
-          const std::int64_t from = shape[0] * r / options.trainers, to = shape[0] * (r + 1) / options.trainers;
+          const std::int64_t from = shape[0] * r / options.trainers,
+                             to = shape[0] * (r + 1) / options.trainers;
           if (options.trainers == 1) {
             hold(r, name);
           } else if (to > from) {
@@ -206,7 +220,9 @@ std::vector<Holding> holdings_of(const SimOptions& options, const std::vector<Te
 
 }  // namespace
 
-std::uint64_t element_bytes(DType dtype) { return static_cast<std::uint64_t>(dtype_bits(dtype)) / 8; }
+std::uint64_t element_bytes(DType dtype) {
+  return static_cast<std::uint64_t>(dtype_bits(dtype)) / 8;
+}
 
 std::byte source_byte(std::uint32_t name, std::uint64_t element, std::uint64_t byte, std::uint64_t version) {
   const std::uint64_t word = splitmix64(splitmix64(version << 32 | name) ^ element);
@@ -240,12 +256,14 @@ Result<SimModel> SimModel::make(const SimOptions& options, std::uint64_t seed) {
   tables->metadata = metadata_of(options);
   SHARDPULL_ASSIGN_OR_RETURN(const std::vector<GatherGroup> groups, form_groups(tables->metadata));
   for (const GatherGroup& group : groups) tables->group_lens.push_back(group.count);
-  for (std::uint32_t r = 0; r < options.trainers; ++r) tables->producers.push_back(fmt::format("sim:trainer-{}", r));
-  SHARDPULL_ASSIGN_OR_RETURN(tables->ownership,
-                             resolve_ownership(tables->metadata, holdings_of(options, tables->metadata, random)));
+  for (std::uint32_t r = 0; r < options.trainers; ++r)
+    tables->producers.push_back(fmt::format("sim:trainer-{}", r));
+  SHARDPULL_ASSIGN_OR_RETURN(
+      tables->ownership, resolve_ownership(tables->metadata, holdings_of(options, tables->metadata, random)));
   tables->producer_mappable.assign(options.trainers, 1);
   if (options.path == PathPolicy::kAuto) {
-    for (std::uint32_t r = 0; r < options.trainers; ++r) tables->producer_mappable[r] = random.chance(0.3) ? 1 : 0;
+    for (std::uint32_t r = 0; r < options.trainers; ++r)
+      tables->producer_mappable[r] = random.chance(0.3) ? 1 : 0;
     tables->export_pack_limit = 512;  // the matrices are above it, vectors below
   }
   tables->num_consumers = options.tp * options.pp * options.replicas;
@@ -261,7 +279,8 @@ Result<SimModel> SimModel::make(const SimOptions& options, std::uint64_t seed) {
   plan.pull_split = options.pull_split;
   for (std::uint32_t c = 0; c < tables->num_consumers; ++c) {
     const std::uint32_t in_replica = c % (options.tp * options.pp);
-    model.recordings.push_back(record(options, tables->metadata, in_replica / options.tp, in_replica % options.tp));
+    model.recordings.push_back(
+        record(options, tables->metadata, in_replica / options.tp, in_replica % options.tp));
     SHARDPULL_ASSIGN_OR_RETURN(WorkerPlan worker, plan_worker(*tables, model.recordings.back(), c, plan));
     model.plans.push_back(std::make_shared<const WorkerPlan>(std::move(worker)));
   }
@@ -280,7 +299,8 @@ Result<SimModel> SimModel::make(const SimOptions& options, std::uint64_t seed) {
     for (std::uint32_t name = 0; name < tables->metadata.size(); ++name) {
       if (own.name_owner_class.empty()) {
         model.held[r].emplace_back(name, 0);
-      } else if (own.name_owner_class[name] >= 0 && holds(static_cast<std::uint32_t>(own.name_owner_class[name]))) {
+      } else if (own.name_owner_class[name] >= 0 &&
+                 holds(static_cast<std::uint32_t>(own.name_owner_class[name]))) {
         model.held[r].emplace_back(name, 0);
       }
     }
@@ -293,13 +313,16 @@ Result<SimModel> SimModel::make(const SimOptions& options, std::uint64_t seed) {
   return model;
 }
 
-std::uint32_t SimModel::workers_per_replica() const { return options.tp * options.pp; }
+std::uint32_t SimModel::workers_per_replica() const {
+  return options.tp * options.pp;
+}
 
 const std::vector<std::int64_t>& SimModel::shape_of(std::uint32_t name, std::uint32_t piece) const {
   return piece == 0 ? tables->metadata[name].shape : tables->ownership.pieces[piece - 1].box.size;
 }
 
-std::uint64_t SimModel::global_element(std::uint32_t name, std::uint32_t piece, std::uint64_t position) const {
+std::uint64_t SimModel::global_element(std::uint32_t name, std::uint32_t piece,
+                                       std::uint64_t position) const {
   if (piece == 0) return position;
   const Box& box = tables->ownership.pieces[piece - 1].box;
   const std::vector<std::int64_t>& shape = tables->metadata[name].shape;
@@ -313,7 +336,8 @@ std::uint64_t SimModel::global_element(std::uint32_t name, std::uint32_t piece, 
   return global;
 }
 
-std::vector<std::byte> SimModel::expected(std::uint32_t consumer, std::uint32_t parameter, std::uint64_t version) const {
+std::vector<std::byte> SimModel::expected(std::uint32_t consumer, std::uint32_t parameter,
+                                          std::uint64_t version) const {
   const Recording& recording = recordings[consumer];
   const RecordedParameter& p = recording.parameters[parameter];
   const std::uint64_t width = element_bytes(p.dtype);
@@ -328,7 +352,8 @@ std::vector<std::byte> SimModel::expected(std::uint32_t consumer, std::uint32_t 
     if (scatter.destination.parameter != parameter) continue;
     const auto from = positions_of(scatter.slice), to = positions_of(scatter.destination);
     for (std::size_t i = 0; i < from.size(); ++i) {
-      for (std::uint64_t b = 0; b < width; ++b) bytes[to[i] * width + b] = source_byte(scatter.name, from[i], b, version);
+      for (std::uint64_t b = 0; b < width; ++b)
+        bytes[to[i] * width + b] = source_byte(scatter.name, from[i], b, version);
     }
   }
   return bytes;

@@ -1,5 +1,6 @@
-// The simulator's models: small, made from a few numbers, with every shape of ownership and of cut that plans know, and an
-// answer to the question which bytes each worker must hold that uses none of the library's copy code.
+// The simulator's models: small, made from a few numbers, with every shape of ownership and of cut that plans
+// know, and an answer to the question which bytes each worker must hold that uses none of the library's copy
+// code.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,8 @@ namespace shardpull::sim {
 
 // Bytes per element of the dtypes the models use.
 std::uint64_t element_bytes(DType dtype);
-// Byte `byte` of element `element` (row-major in the whole tensor) of tensor `name` at a version: no two alike.
+// Byte `byte` of element `element` (row-major in the whole tensor) of tensor `name` at a version: no two
+// alike.
 std::byte source_byte(std::uint32_t name, std::uint64_t element, std::uint64_t byte, std::uint64_t version);
 // Positions of a slice's elements, in order.
 std::vector<std::uint64_t> positions_of(const Slice& slice);
@@ -35,14 +37,16 @@ struct SimModel {
 
   static constexpr std::byte kUnwritten{0xCD};  // parameters before their first scatter
   // The bytes of a parameter of a worker at a version.
-  std::vector<std::byte> expected(std::uint32_t consumer, std::uint32_t parameter, std::uint64_t version) const;
+  std::vector<std::byte> expected(std::uint32_t consumer, std::uint32_t parameter,
+                                  std::uint64_t version) const;
 
   SimOptions options;
   std::shared_ptr<const InitTables> tables;
-  std::vector<Recording> recordings;                          // by consumer
-  std::vector<std::shared_ptr<const WorkerPlan>> plans;       // by consumer
-  std::vector<std::vector<std::uint32_t>> owned_groups;       // by rank
-  std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>> held;  // by rank: (name, piece), ascending
+  std::vector<Recording> recordings;                     // by consumer
+  std::vector<std::shared_ptr<const WorkerPlan>> plans;  // by consumer
+  std::vector<std::vector<std::uint32_t>> owned_groups;  // by rank
+  std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>>
+      held;  // by rank: (name, piece), ascending
 };
 
 }  // namespace shardpull::sim

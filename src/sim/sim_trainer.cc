@@ -9,8 +9,8 @@ namespace {
 
 constexpr std::int64_t kGatherNs = 2 * kNanosPerMilli;
 constexpr std::int64_t kPieceNs = 100 * kNanosPerMicro;
-constexpr std::byte kReleased{0xDB};   // a group's memory from the moment it is released
-constexpr std::byte kPacking{0xAA};    // a slot from the moment its next pack starts
+constexpr std::byte kReleased{0xDB};  // a group's memory from the moment it is released
+constexpr std::byte kPacking{0xAA};   // a slot from the moment its next pack starts
 
 ProducerConfig producer_config(const SimModel& model, std::uint32_t rank) {
   ProducerConfig config;
@@ -21,7 +21,8 @@ ProducerConfig producer_config(const SimModel& model, std::uint32_t rank) {
 }
 
 // The byte offset of element `position` (row-major) of a tensor laid out with strides.
-std::uint64_t strided_element(std::uint64_t position, const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& stride) {
+std::uint64_t strided_element(std::uint64_t position, const std::vector<std::int64_t>& shape,
+                              const std::vector<std::int64_t>& stride) {
   if (stride.empty()) return position;
   std::uint64_t at = 0;
   for (std::size_t d = shape.size(); d-- > 0;) {
@@ -68,11 +69,13 @@ SimTrainer::SimTrainer(World& world, const SimModel& model, SlotReaders& readers
     Place place;
     std::uint64_t& end = group_bytes_[group_of[name]];
     place.offset = (end + 15) / 16 * 16;
-    if (shape.size() == 2 && world.random().chance(0.4)) place.stride = {1, shape[0]};  // transposed in memory
+    if (shape.size() == 2 && world.random().chance(0.4))
+      place.stride = {1, shape[0]};  // transposed in memory
     end = place.offset + numel(shape) * element_bytes(meta.dtype);
     places_[{name, piece}] = place;
   }
-  if (const auto address = transport_->listen(); !address.ok()) world.broken("{}", address.status().to_string());
+  if (const auto address = transport_->listen(); !address.ok())
+    world.broken("{}", address.status().to_string());
   world.add_transport(*transport_, *this);
   control_ = world.control().open({Role::kTrainer, rank}, incarnation(), *this);
   tick();
@@ -91,19 +94,22 @@ template <typename Event>
 void SimTrainer::produce(Event event) {
   ProducerActions actions;
   event(world_.now_ns(), actions);
-  for (const ProducerAction& action : actions) std::visit([this](const auto& one) { perform(one); }, action);
+  for (const ProducerAction& action : actions)
+    std::visit([&](const auto& one) { perform(one); }, action);
 }
 template <typename Event>
 void SimTrainer::train(Event event) {
   TrainerActions actions;
   event(actions);
-  for (const TrainerAction& action : actions) std::visit([this](const auto& one) { perform(one); }, action);
+  for (const TrainerAction& action : actions)
+    std::visit([&](const auto& one) { perform(one); }, action);
 }
 template <typename Event>
 void SimTrainer::drive_sender(Event event) {
   SenderActions actions;
   event(world_.now_ns(), actions);
-  for (const SenderAction& action : actions) std::visit([this](const auto& one) { perform(one); }, action);
+  for (const SenderAction& action : actions)
+    std::visit([&](const auto& one) { perform(one); }, action);
 }
 
 void SimTrainer::send(const Member& to, ControlBody body) {
@@ -112,7 +118,7 @@ void SimTrainer::send(const Member& to, ControlBody body) {
   }
 }
 
-// ---- one sync -----------------------------------------------------------------------------------------------------------
+// ---- one sync -----------------------------------------------------------------------------------
 
 void SimTrainer::send_weights(std::uint64_t sync_id, std::uint64_t version, std::vector<std::uint32_t> live) {
   world_.trace("send_weights", rank_, sync_id);
@@ -122,7 +128,8 @@ void SimTrainer::send_weights(std::uint64_t sync_id, std::uint64_t version, std:
     outcome_.reset();
     sent_ = Call{sync_id, version, live};
     drive_sender([&](std::int64_t now, SenderActions& out) {
-      if (const Status status = sender_->begin(now, sync_id, live, out); !status.ok()) world_.broken("{}", status.to_string());
+      if (const Status status = sender_->begin(now, sync_id, live, out); !status.ok())
+        world_.broken("{}", status.to_string());
     });
   }
   try_begin();
@@ -135,8 +142,8 @@ void SimTrainer::try_begin() {
   sync_id_ = open.sync_id;
   version_ = open.version;
   produce([&](std::int64_t now, ProducerActions& out) {
-    const Status status =
-        producer_->begin_sync(now, open.sync_id, open.version, open.live_consumers, model_.owned_groups[rank_], out);
+    const Status status = producer_->begin_sync(now, open.sync_id, open.version, open.live_consumers,
+                                                model_.owned_groups[rank_], out);
     if (!status.ok()) world_.broken("begin_sync: {}", status.to_string());
   });
   send(kSender, SyncBegan{open.sync_id});
@@ -157,7 +164,8 @@ std::shared_ptr<ExportedMemory> SimTrainer::take_buffer(std::uint32_t group) {
     std::uint64_t bytes = 16;
     for (const auto& [other, needed] : group_bytes_) bytes = std::max(bytes, needed);
     if (resident_.size() > model_.options.lookahead) {
-      world_.broken("trainer {} needs a buffer for group {} beside {} resident ones", rank_, group, resident_.size());
+      world_.broken("trainer {} needs a buffer for group {} beside {} resident ones", rank_, group,
+                    resident_.size());
     }
     auto memory = transport_->allocate(bytes, "a group");
     if (!memory.ok()) {
@@ -181,7 +189,8 @@ void SimTrainer::gather(std::uint32_t group) {
   if (!buffer) return;
   resident_[group] = buffer;
   if (resident_.size() > model_.options.lookahead + 1) {
-    world_.broken("trainer {} holds {} groups, lookahead is {}", rank_, resident_.size(), model_.options.lookahead);
+    world_.broken("trainer {} holds {} groups, lookahead is {}", rank_, resident_.size(),
+                  model_.options.lookahead);
   }
   const auto group_of = group_of_names(*model_.tables);
   std::vector<PublishedView> views;
@@ -208,7 +217,9 @@ void SimTrainer::gather(std::uint32_t group) {
   }
   world_.trace("publish", rank_, group);
   Status published;
-  produce([&](std::int64_t now, ProducerActions& out) { published = producer_->publish_group(now, group, std::move(views), out); });
+  produce([&](std::int64_t now, ProducerActions& out) {
+    published = producer_->publish_group(now, group, std::move(views), out);
+  });
   if (published.ok()) {
     train([&](TrainerActions& out) { trainer_.published(group, out); });
     return;
@@ -228,7 +239,8 @@ void SimTrainer::perform(const trainer_action::Release& action) {
   const auto it = resident_.find(action.group);
   if (it == resident_.end()) return;  // asked for and never published
   for (const auto& [ticket, group] : packing_) {
-    if (group == action.group) world_.broken("trainer {} releases group {} while a pack reads it", rank_, group);
+    if (group == action.group)
+      world_.broken("trainer {} releases group {} while a pack reads it", rank_, group);
   }
   if (readers_.any({rank_, it->second->ref().region, SlotReaders::kMapped})) {
     world_.broken("trainer {} releases group {} while a worker copies from it", rank_, action.group);
@@ -252,13 +264,14 @@ void SimTrainer::perform(const trainer_action::RankDone& action) {
   send(kSender, ended);
 }
 
-// ---- the producer -------------------------------------------------------------------------------------------------------
+// ---- the producer -------------------------------------------------------------------------------
 
 void SimTrainer::perform(const producer_action::AllocateRing& action) {
   world_.later(kPieceNs, [this, action] {
     Ring& ring = rings_[action.sharing_group];
     if (ring.memory && readers_.any_of_region(rank_, ring.memory->ref().region)) {
-      world_.broken("trainer {} regrows the ring of sharing group {} while it is read", rank_, action.sharing_group);
+      world_.broken("trainer {} regrows the ring of sharing group {} while it is read", rank_,
+                    action.sharing_group);
     }
     auto memory = transport_->allocate(action.slot_bytes * action.slots, "a serve ring");
     if (memory.ok()) {
@@ -281,8 +294,8 @@ void SimTrainer::perform(const producer_action::Pack& action) {
   const std::uint64_t slot_offset = action.slot * ring.slot_bytes;
   world_.trace("pack", rank_, action.sharing_group, action.slot, action.pull->chunk_id);
   if (readers_.any({rank_, ring.memory->ref().region, slot_offset})) {
-    world_.broken("trainer {} packs chunk {} into slot {} of sharing group {} while it is read", rank_, action.pull->chunk_id,
-                  action.slot, action.sharing_group);
+    world_.broken("trainer {} packs chunk {} into slot {} of sharing group {} while it is read", rank_,
+                  action.pull->chunk_id, action.slot, action.sharing_group);
   }
   packing_[action.ticket] = action.pull->group;
   std::byte* const slot = ring.memory->ref().address + slot_offset;
@@ -293,24 +306,28 @@ void SimTrainer::perform(const producer_action::Pack& action) {
         const ChunkKey& key = action.pull->keys[i];
         const auto buffer = resident_.find(action.pull->group);
         if (buffer == resident_.end()) {
-          return world_.broken("trainer {} packs from group {}, which was released", rank_, action.pull->group);
+          return world_.broken("trainer {} packs from group {}, which was released", rank_,
+                               action.pull->group);
         }
-        const auto view = std::find_if(action.sources.begin(), action.sources.end(), [&](const PublishedView& one) {
-          return one.name == key.name && one.piece == key.piece;
-        });
+        const auto view = std::find_if(
+            action.sources.begin(), action.sources.end(),
+            [&](const PublishedView& one) { return one.name == key.name && one.piece == key.piece; });
         if (view == action.sources.end()) return world_.broken("pack without a source for name {}", key.name);
         const std::byte* const data = buffer->second->ref().address + view->location.where.offset;
         const std::uint64_t width = element_bytes(key.wire_dtype);
         std::uint64_t to = key.offset;
         for (const std::uint64_t position : positions_of(key.slice)) {
-          std::copy_n(data + strided_element(position, view->shape, view->location.stride) * width, width, slot + to);
+          std::copy_n(data + strided_element(position, view->shape, view->location.stride) * width, width,
+                      slot + to);
           to += width;
         }
       },
       [this, ticket = action.ticket] {
         packing_.erase(ticket);
         const Status status = world_.outcome_of(Failure::kPack);
-        produce([&](std::int64_t now, ProducerActions& out) { producer_->pack_done(now, ticket, status, {}, out); });
+        produce([&](std::int64_t now, ProducerActions& out) {
+          producer_->pack_done(now, ticket, status, {}, out);
+        });
       });
 }
 
@@ -321,7 +338,8 @@ EndpointId SimTrainer::endpoint_of(std::uint32_t consumer, Incarnation incarnati
   return 0;
 }
 
-void SimTrainer::reply(HotType type, Incarnation to, const PullId& pull, const std::vector<std::byte>& payload) {
+void SimTrainer::reply(HotType type, Incarnation to, const PullId& pull,
+                       const std::vector<std::byte>& payload) {
   const EndpointId endpoint = endpoint_of(pull.consumer, to);
   if (endpoint == 0) return;
   HotHeader header;
@@ -341,7 +359,8 @@ void SimTrainer::perform(const producer_action::ReadyReply& action) {
   if (action.ready.path == Path::kPacked) {
     const Ring& ring = rings_.at(action.ready.sharing_group);
     const MemoryRef& ref = ring.memory->ref();
-    payload.entries.push_back({{ref.region, ref.generation, action.ready.slot * ring.slot_bytes, action.ready.bytes}, {}});
+    payload.entries.push_back(
+        {{ref.region, ref.generation, action.ready.slot * ring.slot_bytes, action.ready.bytes}, {}});
   } else {
     for (const Location& entry : action.ready.entries) payload.entries.push_back({entry.where, entry.stride});
   }
@@ -370,7 +389,9 @@ void SimTrainer::perform(const producer_action::SyncEnded&) {
 }
 void SimTrainer::perform(const producer_action::SyncFailed& action) {
   if (sender_) {
-    drive_sender([&](std::int64_t now, SenderActions& out) { sender_->failed(now, kSender, action.sync_id, action.status, out); });
+    drive_sender([&](std::int64_t now, SenderActions& out) {
+      sender_->failed(now, kSender, action.sync_id, action.status, out);
+    });
   } else if (!down_) {
     send(kSender, SyncFailed{action.sync_id, action.status});
   }
@@ -392,7 +413,8 @@ void SimTrainer::on_message(EndpointId endpoint, const HotHeader& header, const 
   if (header.type == HotType::kPull) {
     const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt, header.seq};
     world_.trace("pull", rank_, pull.consumer, pull.chunk);
-    produce([&](std::int64_t now, ProducerActions& out) { producer_->pull(now, header.incarnation, pull, out); });
+    produce(
+        [&](std::int64_t now, ProducerActions& out) { producer_->pull(now, header.incarnation, pull, out); });
   } else if (header.type == HotType::kFree) {
     const auto entries = decode_free(payload, header.length);
     if (!entries.ok()) return world_.broken("{}", entries.status().to_string());
@@ -403,10 +425,12 @@ void SimTrainer::on_message(EndpointId endpoint, const HotHeader& header, const 
     }
   }
 }
-void SimTrainer::on_closed(EndpointId endpoint, const Status&) { peers_.erase(endpoint); }
+void SimTrainer::on_closed(EndpointId endpoint, const Status&) {
+  peers_.erase(endpoint);
+}
 void SimTrainer::on_read_done(ReadToken, const Status&) {}
 
-// ---- the sender ---------------------------------------------------------------------------------------------------------
+// ---- the sender ---------------------------------------------------------------------------------
 
 void SimTrainer::perform(const sender_action::OpenSync& action) {
   send({Role::kTrainer, action.rank}, SyncOpen{sent_.sync_id, sent_.version, sent_.live, {}});
@@ -440,7 +464,9 @@ void SimTrainer::perform(const sender_action::SyncDone& action) {
 void SimTrainer::on_member_up(const Member& member, Incarnation incarnation) {
   if (sender_) sender_->member_up(member);
   if (member.role != Role::kWorker) return;
-  produce([&](std::int64_t now, ProducerActions& out) { producer_->consumer_up(now, member.id, incarnation, out); });
+  produce([&](std::int64_t now, ProducerActions& out) {
+    producer_->consumer_up(now, member.id, incarnation, out);
+  });
 }
 void SimTrainer::on_member_lost(const Member& member, Incarnation, const Status& why) {
   if (down_) return;
@@ -454,7 +480,8 @@ void SimTrainer::on_member_lost(const Member& member, Incarnation, const Status&
     });
   }
   if (member.role == Role::kWorker) {
-    produce([&](std::int64_t now, ProducerActions& out) { producer_->consumer_lost(now, member.id, why, out); });
+    produce(
+        [&](std::int64_t now, ProducerActions& out) { producer_->consumer_lost(now, member.id, why, out); });
   }
 }
 
@@ -465,8 +492,9 @@ void SimTrainer::on_control(const Member& from, Incarnation incarnation, Control
     auto pulls = decode_pulls(reserve->pulls.data(), reserve->pulls.size());
     if (!pulls.ok()) return world_.broken("{}", pulls.status().to_string());
     produce([&](std::int64_t now, ProducerActions& out) {
-      producer_->reserve(now, from.id, incarnation, reserve->slot_bytes, reserve->ring_depth, reserve->num_consumers,
-                         reserve->workers_per_replica, {reserve->digest_low, reserve->digest_high}, std::move(*pulls), out);
+      producer_->reserve(now, from.id, incarnation, reserve->slot_bytes, reserve->ring_depth,
+                         reserve->num_consumers, reserve->workers_per_replica,
+                         {reserve->digest_low, reserve->digest_high}, std::move(*pulls), out);
     });
   } else if (auto* open = std::get_if<SyncOpen>(&body)) {
     open_ = std::move(*open);
@@ -479,24 +507,33 @@ void SimTrainer::on_control(const Member& from, Incarnation incarnation, Control
     });
   } else if (auto* failed = std::get_if<SyncFailed>(&body)) {
     if (sender_ && from != kSender) {
-      drive_sender([&](std::int64_t now, SenderActions& out) { sender_->failed(now, from, failed->sync_id, failed->status, out); });
+      drive_sender([&](std::int64_t now, SenderActions& out) {
+        sender_->failed(now, from, failed->sync_id, failed->status, out);
+      });
     } else {
-      produce([&](std::int64_t, ProducerActions& out) { producer_->fail(failed->sync_id, failed->status, out); });
+      produce(
+          [&](std::int64_t, ProducerActions& out) { producer_->fail(failed->sync_id, failed->status, out); });
     }
   } else if (auto* began = std::get_if<SyncBegan>(&body)) {
-    drive_sender([&](std::int64_t now, SenderActions& out) { sender_->rank_began(now, from.id, began->sync_id, out); });
+    drive_sender([&](std::int64_t now, SenderActions& out) {
+      sender_->rank_began(now, from.id, began->sync_id, out);
+    });
   } else if (auto* started = std::get_if<UpdateStarted>(&body)) {
     drive_sender([&](std::int64_t now, SenderActions& out) {
       sender_->update_started(now, from.id, started->sync_id, started->status, out);
     });
   } else if (auto* prepared = std::get_if<Prepared>(&body)) {
-    drive_sender(
-        [&](std::int64_t now, SenderActions& out) { sender_->prepared(now, from.id, prepared->sync_id, prepared->status, out); });
+    drive_sender([&](std::int64_t now, SenderActions& out) {
+      sender_->prepared(now, from.id, prepared->sync_id, prepared->status, out);
+    });
   } else if (auto* finished = std::get_if<Finished>(&body)) {
-    drive_sender(
-        [&](std::int64_t now, SenderActions& out) { sender_->finished(now, from.id, finished->sync_id, finished->status, out); });
+    drive_sender([&](std::int64_t now, SenderActions& out) {
+      sender_->finished(now, from.id, finished->sync_id, finished->status, out);
+    });
   } else if (auto* ended = std::get_if<RankEnded>(&body)) {
-    drive_sender([&](std::int64_t now, SenderActions& out) { sender_->rank_ended(now, from.id, ended->sync_id, ended->status, out); });
+    drive_sender([&](std::int64_t now, SenderActions& out) {
+      sender_->rank_ended(now, from.id, ended->sync_id, ended->status, out);
+    });
   }
 }
 

@@ -1,5 +1,6 @@
-// One simulated trainer rank: drives ProducerMachine, TrainerMachine and, on rank 0, SenderMachine over the world's networks,
-// and plays the source: it gathers groups into buffers from a pool, and overwrites them the moment they are released.
+// One simulated trainer rank: drives ProducerMachine, TrainerMachine and, on rank 0, SenderMachine over the
+// world's networks, and plays the source: it gathers groups into buffers from a pool, and overwrites them the
+// moment they are released.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,8 @@ struct SyncOutcome {
   std::vector<std::uint32_t> lost;
 };
 
-// Who reads which serve slot, or maps which group's buffer, now; shared by trainers and workers, known to nobody in a real fleet.
+// Who reads which serve slot, or copies from which group's buffer, now. Shared by trainers and workers;
+// nobody in a real fleet knows it.
 class SlotReaders {
  public:
   using Slot = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t>;  // rank, region, offset
@@ -149,7 +151,7 @@ class SimTrainer final : TransportSink, ControlSink {
   std::optional<Call> call_;      // send_weights was called and has not begun
   std::optional<SyncOpen> open_;  // the sender has opened it
   std::uint64_t sync_id_ = 0, version_ = 0;
-  Call sent_;                     // the sender's own
+  Call sent_;  // the sender's own
   std::optional<Status> returned_;
   std::optional<SyncOutcome> outcome_;
 };

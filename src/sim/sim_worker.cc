@@ -85,7 +85,8 @@ template <typename Event>
 void SimWorker::drive(Event event) {
   ConsumerActions actions;
   event(world_.now_ns(), actions);
-  for (const ConsumerAction& action : actions) std::visit([this](const auto& one) { perform(one); }, action);
+  for (const ConsumerAction& action : actions)
+    std::visit([&](const auto& one) { perform(one); }, action);
 }
 
 void SimWorker::send(const Member& to, ControlBody body) {
@@ -94,7 +95,7 @@ void SimWorker::send(const Member& to, ControlBody body) {
   }
 }
 
-// ---- actions ------------------------------------------------------------------------------------------------------------
+// ---- actions ------------------------------------------------------------------------------------
 
 void SimWorker::perform(const consumer_action::SendPull& action) {
   ++pulls_;
@@ -113,15 +114,17 @@ void SimWorker::perform(const consumer_action::SendPull& action) {
 void SimWorker::perform(const consumer_action::StartTransfer& action) {
   const Run& run = plan_.chunks[action.chunk].runs[action.run];
   if (scattering_slots_.contains(action.slot)) {
-    world_.broken("worker {} reads chunk {} into slot {} while a scatter reads it", consumer_, action.chunk, action.slot);
+    world_.broken("worker {} reads chunk {} into slot {} while a scatter reads it", consumer_, action.chunk,
+                  action.slot);
   }
   const RemoteRef& where = action.ready.entries.at(0).where;
-  const Transfer transfer{machine_.sync_id(), action.chunk, action.run, {action.producer, where.region, where.offset}};
+  const Transfer transfer{
+      machine_.sync_id(), action.chunk, action.run, {action.producer, where.region, where.offset}};
   world_.trace("transfer", consumer_, action.chunk, action.slot);
   readers_.begin(transfer.slot);
   transfers_[next_token_] = transfer;
-  transport_->read(endpoint_of_.at(action.producer), where, receive_ring_.data() + action.slot * plan_.receive_slot_bytes + run.offset,
-                   next_token_);
+  transport_->read(endpoint_of_.at(action.producer), where,
+                   receive_ring_.data() + action.slot * plan_.receive_slot_bytes + run.offset, next_token_);
   ++next_token_;
 }
 
@@ -129,7 +132,8 @@ void SimWorker::materialise(std::uint32_t chunk) {
   for (const std::uint32_t module : plan_.chunks[chunk].materialise) {
     for (std::uint32_t p = 0; p < recording_.parameters.size(); ++p) {
       if (recording_.parameters[p].module != module) continue;
-      std::fill(parameters_[p].begin() + kGuardBytes, parameters_[p].end() - kGuardBytes, SimModel::kUnwritten);
+      std::fill(parameters_[p].begin() + kGuardBytes, parameters_[p].end() - kGuardBytes,
+                SimModel::kUnwritten);
     }
     for (const Fill& fill : recording_.fills) {
       if (recording_.parameters[fill.destination.parameter].module != module) continue;
@@ -195,12 +199,15 @@ void SimWorker::perform(const consumer_action::StartScatter& action) {
   std::byte* const data = receive_ring_.data() + slot * plan_.receive_slot_bytes;
   materialise(chunk);
   world_.in_pieces(
-      plan_.chunks[chunk].scatters.size(), kPieceNs, [this, chunk, data](std::size_t i) { scatter_packed(chunk, i, data); },
+      plan_.chunks[chunk].scatters.size(), kPieceNs,
+      [this, chunk, data](std::size_t i) { scatter_packed(chunk, i, data); },
       [this, chunk, slot, data, sync_id] {
         std::fill_n(data, plan_.receive_slot_bytes, kScattered);
         scattering_slots_.erase(slot);
         const Status outcome = world_.outcome_of(Failure::kScatter);
-        drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk, outcome, out); });
+        drive([&](std::int64_t now, ConsumerActions& out) {
+          machine_.scatter_done(now, sync_id, chunk, outcome, out);
+        });
       });
 }
 
@@ -223,7 +230,9 @@ void SimWorker::perform(const consumer_action::StartCopy& action) {
       [this, chunk, sync_id, mapped] {
         for (const auto& place : mapped) readers_.end(place);
         const Status outcome = world_.outcome_of(Failure::kScatter);
-        drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk, outcome, out); });
+        drive([&](std::int64_t now, ConsumerActions& out) {
+          machine_.scatter_done(now, sync_id, chunk, outcome, out);
+        });
       });
 }
 
@@ -234,8 +243,9 @@ void SimWorker::check_parameter(std::uint32_t parameter, std::uint64_t version, 
   const std::string name = fmt::format("{}.{}", recording_.modules[p.module].name, p.name);
   for (std::size_t i = 0; i < expected.size(); ++i) {
     if (memory[kGuardBytes + i] == expected[i]) continue;
-    return world_.broken("worker {} {}: byte {} of {} is {:#04x}, version {} says {:#04x}", consumer_, when, i, name,
-                         static_cast<int>(memory[kGuardBytes + i]), version, static_cast<int>(expected[i]));
+    return world_.broken("worker {} {}: byte {} of {} is {:#04x}, version {} says {:#04x}", consumer_, when,
+                         i, name, static_cast<int>(memory[kGuardBytes + i]), version,
+                         static_cast<int>(expected[i]));
   }
   const auto guard = [](std::byte byte) { return byte == kGuard; };
   if (!std::all_of(memory.begin(), memory.begin() + kGuardBytes, guard) ||
@@ -259,7 +269,9 @@ void SimWorker::perform(const consumer_action::StartPost& action) {
       }
     }
     const Status outcome = world_.outcome_of(Failure::kHook);
-    drive([&](std::int64_t now, ConsumerActions& out) { machine_.post_done(now, sync_id, chunk, outcome, out); });
+    drive([&](std::int64_t now, ConsumerActions& out) {
+      machine_.post_done(now, sync_id, chunk, outcome, out);
+    });
   });
 }
 
@@ -289,8 +301,8 @@ void SimWorker::perform(const consumer_action::UpdateDone& action) {
     std::size_t owners = 0;
     for (const auto& set : plan_.group_owners) owners += set.size();
     if (signalled_.size() != owners || confirmed_.size() != owners) {
-      world_.broken("worker {} is prepared with {} signals sent and {} confirmed of {}", consumer_, signalled_.size(),
-                    confirmed_.size(), owners);
+      world_.broken("worker {} is prepared with {} signals sent and {} confirmed of {}", consumer_,
+                    signalled_.size(), confirmed_.size(), owners);
     }
   }
   Prepared prepared;
@@ -307,7 +319,7 @@ void SimWorker::perform(const consumer_action::ReportFailure& action) {
   if (!down_) send(kSender, SyncFailed{action.sync_id, action.status});
 }
 
-// ---- what arrives -------------------------------------------------------------------------------------------------------
+// ---- what arrives -------------------------------------------------------------------------------
 
 void SimWorker::on_accepted(EndpointId) {}
 void SimWorker::on_closed(EndpointId, const Status&) {}
@@ -322,10 +334,13 @@ void SimWorker::on_message(EndpointId endpoint, const HotHeader& header, const s
     ready.path = pull.chunk < plan_.chunks.size() ? plan_.chunks[pull.chunk].path : Path::kPacked;
     for (const ReadyEntry& entry : decoded->entries) ready.entries.push_back({entry.where, entry.stride});
     if (ready.path == Path::kPacked && !ready.entries.empty()) ready.bytes = ready.entries[0].where.bytes;
-    drive([&](std::int64_t now, ConsumerActions& out) { machine_.ready(now, producer, pull, std::move(ready), out); });
+    drive([&](std::int64_t now, ConsumerActions& out) {
+      machine_.ready(now, producer, pull, std::move(ready), out);
+    });
   } else if (header.type == HotType::kFail) {
     const Status why = decode_status(payload, header.length);
-    drive([&](std::int64_t now, ConsumerActions& out) { machine_.pull_failed(now, producer, pull, why, out); });
+    drive(
+        [&](std::int64_t now, ConsumerActions& out) { machine_.pull_failed(now, producer, pull, why, out); });
   } else if (header.type == HotType::kFreeAck) {
     const auto entries = decode_free(payload, header.length);
     if (!entries.ok()) return world_.broken("{}", entries.status().to_string());
@@ -333,9 +348,12 @@ void SimWorker::on_message(EndpointId endpoint, const HotHeader& header, const s
   }
 }
 
-void SimWorker::confirmed(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
+void SimWorker::confirmed(std::uint32_t producer, std::uint64_t sync_id,
+                          const std::vector<std::uint32_t>& groups) {
   for (const std::uint32_t group : groups) confirmed_.emplace(producer, group);
-  drive([&](std::int64_t now, ConsumerActions& out) { machine_.signals_acked(now, producer, sync_id, groups, out); });
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.signals_acked(now, producer, sync_id, groups, out);
+  });
 }
 
 void SimWorker::on_read_done(ReadToken token, const Status& status) {
@@ -359,11 +377,14 @@ void SimWorker::on_member_lost(const Member& member, Incarnation, const Status& 
 void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
   if (down_) return;
   if (auto* reserved = std::get_if<ReserveReply>(&body)) {
-    if (!reserved->status.ok()) world_.broken("reserve of worker {}: {}", consumer_, reserved->status.to_string());
+    if (!reserved->status.ok())
+      world_.broken("reserve of worker {}: {}", consumer_, reserved->status.to_string());
     waiting_reserves_.erase(from.id);
   } else if (auto* start = std::get_if<StartUpdate>(&body)) {
     Status status;
-    drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.start_update(now, start->sync_id, start->version, out); });
+    drive([&](std::int64_t now, ConsumerActions& out) {
+      status = machine_.start_update(now, start->sync_id, start->version, out);
+    });
     if (status.ok()) {
       version_ = start->version;
       signalled_.clear();
@@ -381,10 +402,14 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
     }
   } else if (auto* finish = std::get_if<Finish>(&body)) {
     Status status;
-    drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.finish_update(now, finish->sync_id, out); });
+    drive([&](std::int64_t now, ConsumerActions& out) {
+      status = machine_.finish_update(now, finish->sync_id, out);
+    });
     if (!status.ok()) send(kSender, Finished{finish->sync_id, status});
   } else if (auto* failed = std::get_if<SyncFailed>(&body)) {
-    drive([&](std::int64_t now, ConsumerActions& out) { machine_.fail(now, failed->sync_id, failed->status, out); });
+    drive([&](std::int64_t now, ConsumerActions& out) {
+      machine_.fail(now, failed->sync_id, failed->status, out);
+    });
   } else if (auto* acked = std::get_if<FreeAck>(&body)) {
     confirmed(from.id, acked->sync_id, acked->groups);
   }

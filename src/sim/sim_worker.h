@@ -1,5 +1,5 @@
-// One simulated inference worker: drives a ConsumerMachine over the world's networks and its own parameters, and checks the
-// bytes it ends with.
+// One simulated inference worker: drives a ConsumerMachine over the world's networks and its own parameters,
+// and checks the bytes it ends with.
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,8 @@
 namespace shardpull::sim {
 namespace {
 
-constexpr std::int64_t kSyncLimitNs = 20 * kNanosPerSecond;  // below the watchdogs: a hang is found as what it is
+constexpr std::int64_t kSyncLimitNs =
+    20 * kNanosPerSecond;  // below the watchdogs: a hang is found as what it is
 
 // The fleet and the rules that hold between its members.
 class Fleet {
@@ -29,13 +30,15 @@ class Fleet {
 
   bool start() {
     for (auto& worker : workers_) worker->start();
-    return world_.run_until([&] { return std::all_of(workers_.begin(), workers_.end(), [](auto& w) { return w->ready(); }); },
-                            kSyncLimitNs, "init");
+    return world_.run_until(
+        [&] { return std::all_of(workers_.begin(), workers_.end(), [](auto& w) { return w->ready(); }); },
+        kSyncLimitNs, "init");
   }
 
   bool sync(std::uint64_t sync_id, std::uint64_t version, const std::vector<std::uint32_t>& live) {
     std::size_t called = 0;
-    for (auto& trainer : trainers_) {  // a training step ends when it ends: the ranks come one after the other
+    for (auto& trainer :
+         trainers_) {  // a training step ends when it ends: the ranks come one after the other
       world_.later(20 * kNanosPerMilli, [&called, &trainer, sync_id, version, live] {
         trainer->send_weights(sync_id, version, live);
         ++called;
@@ -44,7 +47,8 @@ class Fleet {
     const bool over = world_.run_until(
         [&] {
           return called == trainers_.size() && trainers_[0]->outcome() &&
-                 std::all_of(trainers_.begin(), trainers_.end(), [](auto& t) { return t->returned().has_value(); });
+                 std::all_of(trainers_.begin(), trainers_.end(),
+                             [](auto& t) { return t->returned().has_value(); });
         },
         kSyncLimitNs, fmt::format("sync {}", sync_id));
     world_.disarm();
@@ -89,7 +93,8 @@ class Fleet {
         world_.broken("trainer {} still holds groups after the sync", r);
       }
       if (trainer.trainer().peak_resident() > model_.options.lookahead + 1) {
-        world_.broken("trainer {} held {} groups, lookahead is {}", r, trainer.trainer().peak_resident(), model_.options.lookahead);
+        world_.broken("trainer {} held {} groups, lookahead is {}", r, trainer.trainer().peak_resident(),
+                      model_.options.lookahead);
       }
     }
   }
@@ -98,12 +103,16 @@ class Fleet {
     check_ranks();
     for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
       const SimTrainer& trainer = *trainers_[r];
-      if (!trainer.returned()->ok()) world_.broken("send_weights of trainer {}: {}", r, trainer.returned()->to_string());
+      if (!trainer.returned()->ok())
+        world_.broken("send_weights of trainer {}: {}", r, trainer.returned()->to_string());
       const DropCounters& drops = trainer.producer().drops();
       if (drops.duplicate_signals + drops.stale_incarnation + drops.not_live + drops.unknown != 0 ||
           (syncs_failed_ == 0 && drops.stale_sync != 0)) {
-        world_.broken("trainer {} dropped messages: {} duplicate, {} of old syncs, {} of old lives, {} not live, {} unknown", r,
-                      drops.duplicate_signals, drops.stale_sync, drops.stale_incarnation, drops.not_live, drops.unknown);
+        world_.broken(
+            "trainer {} dropped messages: {} duplicate, {} of old syncs, {} of old lives, {} not live, {} "
+            "unknown",
+            r, drops.duplicate_signals, drops.stale_sync, drops.stale_incarnation, drops.not_live,
+            drops.unknown);
       }
     }
     if (!trainers_[0]->outcome()->lost.empty()) world_.broken("the sync lost workers that live");
@@ -125,7 +134,8 @@ class Fleet {
       return world_.broken("a sync failed by itself: {}", why.to_string());
     }
     for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
-      if (trainers_[r]->returned()->ok()) world_.broken("send_weights of trainer {} returned normally: {}", r, why.to_string());
+      if (trainers_[r]->returned()->ok())
+        world_.broken("send_weights of trainer {} returned normally: {}", r, why.to_string());
     }
     const bool committing = why.message().find("hook") != std::string::npos;
     for (const std::uint32_t c : live) {
@@ -133,7 +143,8 @@ class Fleet {
       if (machine.in_flight()) world_.broken("worker {} has work in flight after the sync", c);
       const auto held = machine.version();
       if (!held.ok()) continue;
-      if (*held == version && !committing) world_.broken("worker {} holds version {}, whose sync failed", c, version);
+      if (*held == version && !committing)
+        world_.broken("worker {} holds version {}, whose sync failed", c, version);
       workers_[c]->verify(*held);
     }
   }
@@ -150,10 +161,14 @@ class Fleet {
 
 std::string_view to_string(Holdings holdings) {
   switch (holdings) {
-    case Holdings::kEverybody: return "everybody";
-    case Holdings::kStages: return "stages";
-    case Holdings::kRandom: return "random";
-    case Holdings::kRows: return "rows";
+    case Holdings::kEverybody:
+      return "everybody";
+    case Holdings::kStages:
+      return "stages";
+    case Holdings::kRandom:
+      return "random";
+    case Holdings::kRows:
+      return "rows";
   }
   return "unknown";
 }
@@ -184,11 +199,14 @@ SimOptions SimOptions::draw(std::uint64_t seed) {
 
 std::string to_string(const SimOptions& o) {
   return fmt::format(
-      "trainers={} tp={} pp={} replicas={} ring_depth={} lookahead={} layers={} syncs={} holdings={} path={} max_chunk_bytes={} "
+      "trainers={} tp={} pp={} replicas={} ring_depth={} lookahead={} layers={} syncs={} holdings={} path={} "
+      "max_chunk_bytes={} "
       "chunk_split={} pull_split={} tied={} share_slots={} degraded={} failures={}",
       o.trainers, o.tp, o.pp, o.replicas, o.ring_depth, o.lookahead, o.layers, o.syncs, to_string(o.holdings),
-      o.path == PathPolicy::kAuto ? "auto" : o.path == PathPolicy::kPacked ? "packed" : "mapped", o.max_chunk_bytes,
-      o.chunk_split, o.pull_split, o.tied, o.share_slots, o.degraded, o.failures);
+      o.path == PathPolicy::kAuto     ? "auto"
+      : o.path == PathPolicy::kPacked ? "packed"
+                                      : "mapped",
+      o.max_chunk_bytes, o.chunk_split, o.pull_split, o.tied, o.share_slots, o.degraded, o.failures);
 }
 
 SimReport simulate(std::uint64_t seed, const SimOptions& options) {
@@ -205,7 +223,8 @@ SimReport simulate(std::uint64_t seed, const SimOptions& options) {
   for (std::uint64_t sync_id = 1; going && sync_id <= options.syncs; ++sync_id) {
     std::vector<std::uint32_t> live;
     const bool leave_out = options.degraded && sync_id % 2 == 0;
-    for (std::uint32_t c = 0; c < consumers - (leave_out ? model->workers_per_replica() : 0); ++c) live.push_back(c);
+    for (std::uint32_t c = 0; c < consumers - (leave_out ? model->workers_per_replica() : 0); ++c)
+      live.push_back(c);
     if (options.failures && sync_id < options.syncs && world.random().chance(0.5)) {
       world.arm(static_cast<Failure>(world.random().below(kFailures)), world.random().below(12));
     }

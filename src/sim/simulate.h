@@ -1,10 +1,11 @@
-// simulate(): a whole fleet in one thread. The production machines of P trainers and C workers run real plans over a simulated
-// network, clock and memory; position-coded bytes travel, and every rule is checked as it goes.
+// simulate(): a whole fleet in one thread. The production machines of P trainers and C workers run real plans
+// over a simulated network, clock and memory; position-coded bytes travel, and every rule is checked as it
+// goes.
 //
-// Checked: slots are never written while they are read, freed memory (overwritten at once) is never read, every worker ends
-// with exact bytes, every signal arrives exactly once, residency keeps its bound, every sync ends. A sync in which a step is
-// made to fail fails on every rank with that error, no worker holds its version (unless commits were under way), and the next
-// one is exact again.
+// Checked: slots are never written while they are read, freed memory (overwritten at once) is never read,
+// every worker ends with exact bytes, every signal arrives exactly once, residency keeps its bound, every
+// sync ends. A sync in which a step is made to fail fails on every rank with that error, no worker holds its
+// version (unless commits were under way), and the next one is exact again.
 #pragma once
 
 #include <cstdint>
@@ -31,13 +32,14 @@ struct SimOptions {
   std::uint32_t layers = 3;
   std::uint32_t syncs = 3;
   Holdings holdings = Holdings::kEverybody;
-  PathPolicy path = PathPolicy::kAuto;  // auto: only some ranks' large tensors can be mapped, so that lanes carry both
+  PathPolicy path =
+      PathPolicy::kAuto;  // auto: only some ranks' large tensors can be mapped, so that lanes carry both
   std::uint64_t max_chunk_bytes = 512;
   std::uint32_t chunk_split = 1, pull_split = 1;
-  bool tied = false;         // the head is the embedding: one name feeds two modules
-  bool share_slots = true;   // replicas meet at the serve slots
-  bool degraded = false;     // every second sync leaves the last replica out
-  bool failures = false;     // something fails in about every second sync but the last
+  bool tied = false;        // the head is the embedding: one name feeds two modules
+  bool share_slots = true;  // replicas meet at the serve slots
+  bool degraded = false;    // every second sync leaves the last replica out
+  bool failures = false;    // something fails in about every second sync but the last
 
   // Settings drawn from a seed, K of 1, 2, 4, lookahead of 0, 1, 3 and all paths among them.
   static SimOptions draw(std::uint64_t seed);
@@ -46,15 +48,15 @@ struct SimOptions {
 std::string to_string(const SimOptions& options);
 
 struct SimReport {
-  std::uint64_t trace_hash = 0;           // the same for the same seed and options
+  std::uint64_t trace_hash = 0;  // the same for the same seed and options
   std::uint32_t syncs_completed = 0;
-  std::uint32_t syncs_failed = 0;         // as they were made to, everywhere, and nothing else
+  std::uint32_t syncs_failed = 0;  // as they were made to, everywhere, and nothing else
   std::uint64_t events = 0;
   std::int64_t simulated_ns = 0;
   std::uint64_t packs = 0, pulls = 0, mapped_chunks = 0;
-  std::uint64_t kept_early = 0;           // messages that came before their sync had begun on a rank
-  std::uint32_t peak_resident = 0;        // groups on one trainer
-  std::vector<std::string> violations;    // empty: every rule held
+  std::uint64_t kept_early = 0;         // messages that came before their sync had begun on a rank
+  std::uint32_t peak_resident = 0;      // groups on one trainer
+  std::vector<std::string> violations;  // empty: every rule held
 };
 
 // Runs `options.syncs` syncs. Deterministic.

@@ -11,7 +11,9 @@ World::World(std::uint64_t seed)
       net_(clock_, {.seed = splitmix64(seed ^ 2), .piece_bytes = 256}),
       control_(clock_, {.seed = splitmix64(seed ^ 3)}) {}
 
-void World::later(std::int64_t max_delay_ns, std::function<void()> step) { after(random_.between(1, max_delay_ns), std::move(step)); }
+void World::later(std::int64_t max_delay_ns, std::function<void()> step) {
+  after(random_.between(1, max_delay_ns), std::move(step));
+}
 
 void World::after(std::int64_t delay_ns, std::function<void()> step) {
   events_.emplace(std::pair(now_ns() + delay_ns, next_order_++), std::move(step));
@@ -56,7 +58,8 @@ bool World::step(std::int64_t deadline_ns) {
   }
   control_.deliver_due();
   for (const auto& [transport, sink] : transports_) {
-    if (const Status status = transport->progress(0, *sink); !status.ok()) broken("progress: {}", status.to_string());
+    if (const Status status = transport->progress(0, *sink); !status.ok())
+      broken("progress: {}", status.to_string());
   }
   return true;
 }
@@ -65,7 +68,8 @@ bool World::run_until(const std::function<bool()>& over, std::int64_t limit_ns, 
   const std::int64_t deadline_ns = now_ns() + limit_ns;
   while (violations_.empty()) {
     if (over()) return true;
-    if (!step(deadline_ns)) broken("liveness: {} is not over after {} ms of simulated time", what, limit_ns / kNanosPerMilli);
+    if (!step(deadline_ns))
+      broken("liveness: {} is not over after {} ms of simulated time", what, limit_ns / kNanosPerMilli);
   }
   return false;
 }
@@ -86,6 +90,8 @@ Status World::outcome_of(Failure kind) {
   return Status(StatusCode::kInternal, fmt::format("a simulated {} failure", kNames[static_cast<int>(kind)]));
 }
 
-void World::note_broken(std::string what) { violations_.push_back(fmt::format("at {} us: {}", now_ns() / kNanosPerMicro, what)); }
+void World::note_broken(std::string what) {
+  violations_.push_back(fmt::format("at {} us: {}", now_ns() / kNanosPerMicro, what));
+}
 
 }  // namespace shardpull::sim

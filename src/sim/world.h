@@ -1,7 +1,8 @@
-// The simulated world: one clock, one thread, one seeded source of chance, the networks, and what is written down about a run.
+// The simulated world: one clock, one thread, one seeded source of chance, the networks, and what is written
+// down about a run.
 //
-// Everything that takes time is an event at a later instant of the clock; events of one instant run in the order they were
-// made. The same seed gives the same run, event by event: the trace hash says so.
+// Everything that takes time is an event at a later instant of the clock; events of one instant run in the
+// order they were made. The same seed gives the same run, event by event: the trace hash says so.
 #pragma once
 
 #include <cstdint>
@@ -41,15 +42,18 @@ class World {
   void later(std::int64_t max_delay_ns, std::function<void()> step);
   // Runs `step` at now + delay_ns.
   void after(std::int64_t delay_ns, std::function<void()> step);
-  // Work that takes time and may be interleaved with everything else: step(0), ... step(count - 1) at growing instants, then
-  // done().
-  void in_pieces(std::size_t count, std::int64_t max_piece_ns, std::function<void(std::size_t)> step, std::function<void()> done);
+  // Work that takes time and may be interleaved with everything else: step(0), ... step(count - 1) at growing
+  // instants, then done().
+  void in_pieces(std::size_t count, std::int64_t max_piece_ns, std::function<void(std::size_t)> step,
+                 std::function<void()> done);
 
   // A transport whose progress is part of the world. Both must outlive every run().
-  void add_transport(Transport& transport, TransportSink& sink) { transports_.emplace_back(&transport, &sink); }
+  void add_transport(Transport& transport, TransportSink& sink) {
+    transports_.emplace_back(&transport, &sink);
+  }
 
-  // Runs events until `over()` is true, a rule was broken, or `limit_ns` of simulated time have passed (a broken rule:
-  // liveness; `what` says what was waited for). True when over() came true.
+  // Runs events until `over()` is true, a rule was broken, or `limit_ns` of simulated time have passed (a
+  // broken rule: liveness; `what` says what was waited for). True when over() came true.
   bool run_until(const std::function<bool()>& over, std::int64_t limit_ns, std::string_view what);
 
   // Writes a step of the run into the trace hash.

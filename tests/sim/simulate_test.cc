@@ -10,7 +10,8 @@ namespace {
 
 void expect_clean(std::uint64_t seed, const SimOptions& options) {
   const SimReport report = simulate(seed, options);
-  EXPECT_TRUE(report.violations.empty()) << "seed " << seed << ", " << to_string(options) << "\n  " << report.violations.front();
+  EXPECT_TRUE(report.violations.empty())
+      << "seed " << seed << ", " << to_string(options) << "\n  " << report.violations.front();
   EXPECT_EQ(report.syncs_completed + report.syncs_failed, options.syncs);
   EXPECT_TRUE(options.failures || report.syncs_failed == 0);
   EXPECT_GE(report.syncs_completed, 1u);
@@ -20,7 +21,9 @@ void expect_clean(std::uint64_t seed, const SimOptions& options) {
 class Seeds : public testing::TestWithParam<std::uint64_t> {};
 
 // Settings and delays drawn from the seed.
-TEST_P(Seeds, EveryRuleHolds) { expect_clean(GetParam(), SimOptions::draw(GetParam())); }
+TEST_P(Seeds, EveryRuleHolds) {
+  expect_clean(GetParam(), SimOptions::draw(GetParam()));
+}
 
 // The same fleets with steps that fail: the sync fails everywhere, and the next one is exact.
 TEST_P(Seeds, AFailedSyncEndsEverywhereAndTheNextOneIsExact) {

@@ -21,7 +21,8 @@ class SimControl final : public Control {
       return Status(StatusCode::kUnavailable, fmt::format("{} is not up", to_string(to)),
                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = to_string(to)});
     }
-    net_.post({SimControlNet::Event::Kind::kMessage, self_, to, incarnation_, peer->second.incarnation, std::move(body)});
+    net_.post({SimControlNet::Event::Kind::kMessage, self_, to, incarnation_, peer->second.incarnation,
+               std::move(body)});
     return {};
   }
   void shutdown() override { net_.leave(self_, incarnation_); }
@@ -51,7 +52,8 @@ void SimControlNet::leave(const Member& self, Incarnation incarnation) {
   const auto it = members_.find(self);
   if (it == members_.end() || it->second.incarnation != incarnation) return;
   members_.erase(it);
-  for (const auto& [other, life] : members_) post({Event::Kind::kLost, self, other, incarnation, life.incarnation, {}});
+  for (const auto& [other, life] : members_)
+    post({Event::Kind::kLost, self, other, incarnation, life.incarnation, {}});
 }
 
 void SimControlNet::post(Event event) {
@@ -72,11 +74,16 @@ void SimControlNet::deliver_due() {
     if (to == members_.end() || to->second.incarnation != event.to_life) continue;
     ControlSink& sink = *to->second.sink;
     switch (event.kind) {
-      case Event::Kind::kMessage: sink.on_control(event.from, event.from_life, std::move(event.body)); break;
-      case Event::Kind::kUp: sink.on_member_up(event.from, event.from_life); break;
+      case Event::Kind::kMessage:
+        sink.on_control(event.from, event.from_life, std::move(event.body));
+        break;
+      case Event::Kind::kUp:
+        sink.on_member_up(event.from, event.from_life);
+        break;
       case Event::Kind::kLost:
         sink.on_member_lost(event.from, event.from_life,
-                            Status(StatusCode::kUnavailable, "its link is gone", {.reason = Reason::kPeerLost, .fault = Fault::kPeer}));
+                            Status(StatusCode::kUnavailable, "its link is gone",
+                                   {.reason = Reason::kPeerLost, .fault = Fault::kPeer}));
         break;
     }
   }

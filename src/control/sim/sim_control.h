@@ -1,7 +1,9 @@
-// The simulated control channel: the members of a fleet in one process, joined by messages with random, seeded delays.
+// The simulated control channel: the members of a fleet in one process, joined by messages with random,
+// seeded delays.
 //
-// Messages of one member to another arrive in the order they were sent, those of different pairs in any order. Nothing is
-// delivered by itself: whoever owns the network calls deliver_due(), in one thread, as simulated time goes on.
+// Messages of one member to another arrive in the order they were sent, those of different pairs in any
+// order. Nothing is delivered by itself: whoever owns the network calls deliver_due(), in one thread, as
+// simulated time goes on.
 #pragma once
 
 #include <cstdint>
@@ -31,9 +33,9 @@ class SimControlNet {
   SimControlNet(const SimControlNet&) = delete;
   SimControlNet& operator=(const SimControlNet&) = delete;
 
-  // A member's link. All members hear of each other (on_member_up), and of one whose link is shut down or destroyed
-  // (on_member_lost). `sink` must outlive the link; the link must not outlive the network. A member that opens a link while
-  // its earlier one is up replaces it: the old life is lost first.
+  // A member's link. All members hear of each other (on_member_up), and of one whose link is shut down or
+  // destroyed (on_member_lost). `sink` must outlive the link; the link must not outlive the network. A member
+  // that opens a link while its earlier one is up replaces it: the old life is lost first.
   std::unique_ptr<Control> open(const Member& self, Incarnation incarnation, ControlSink& sink);
 
   // When the next message is due; nothing when none is under way.
@@ -62,7 +64,7 @@ class SimControlNet {
   const SimControlOptions options_;
   Random random_;
   std::map<Member, Life> members_;
-  std::map<std::pair<Member, Member>, std::int64_t> last_due_ns_;  // per (from, to): order is kept
+  std::map<std::pair<Member, Member>, std::int64_t> last_due_ns_;   // per (from, to): order is kept
   std::map<std::pair<std::int64_t, std::uint64_t>, Event> events_;  // by due time, then order of sending
   std::uint64_t next_order_ = 0;
 };

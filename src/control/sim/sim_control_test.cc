@@ -15,7 +15,8 @@ using testing::ElementsAre;
 struct Log : ControlSink {
   void on_control(const Member& from, Incarnation, ControlBody body) override {
     const auto* message = std::get_if<UserMessage>(&body);
-    lines.push_back(to_string(from) + ": " + (message != nullptr ? message->body : std::string(name_of(body))));
+    lines.push_back(to_string(from) + ": " +
+                    (message != nullptr ? message->body : std::string(name_of(body))));
   }
   void on_member_up(const Member& member, Incarnation incarnation) override {
     lines.push_back(to_string(member) + " up " + std::to_string(incarnation));
@@ -72,7 +73,8 @@ TEST_F(SimControlTest, APairKeepsItsOrderAndPairsOvertake) {
   }
   EXPECT_EQ(all.size(), 40u);
   EXPECT_TRUE(std::is_sorted(of_worker.begin(), of_worker.end()));
-  EXPECT_FALSE(std::is_sorted(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.substr(10) < b.substr(10); }));
+  EXPECT_FALSE(std::is_sorted(all.begin(), all.end(),
+                              [](const auto& a, const auto& b) { return a.substr(10) < b.substr(10); }));
 }
 
 TEST_F(SimControlTest, ANewLifeReplacesTheOldAndItsMail) {

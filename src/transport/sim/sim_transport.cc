@@ -1,5 +1,6 @@
-// One lock guards the whole network; it is never held while a sink is called or bytes are copied. What a transport has to do
-// lies in its inbox, ordered by due time: messages and closings of peers, and the next piece of each read.
+// One lock guards the whole network; it is never held while a sink is called or bytes are copied. What a
+// transport has to do lies in its inbox, ordered by due time: messages and closings of peers, and the next
+// piece of each read.
 #include "transport/sim/sim_transport.h"
 
 #include <algorithm>
@@ -20,7 +21,8 @@ namespace shardpull {
 namespace {
 
 Status unavailable(std::string message) {
-  return Status(StatusCode::kUnavailable, std::move(message), {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
+  return Status(StatusCode::kUnavailable, std::move(message),
+                {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
 }
 
 // The bytes of an exported region. Peers that were granted it keep them, as a mapping would.
@@ -56,8 +58,8 @@ struct Read {
 };
 
 struct Endpoint {
-  EndpointId peer = 0;                // 0: the peer is gone
-  std::int64_t last_due_ns = 0;       // of what was sent from here: order is kept
+  EndpointId peer = 0;                     // 0: the peer is gone
+  std::int64_t last_due_ns = 0;            // of what was sent from here: order is kept
   std::map<std::uint32_t, Grant> granted;  // what the peer lets us reach, by region
 };
 
@@ -77,20 +79,23 @@ struct Node {
 }  // namespace
 
 struct SimNet::State {
-  State(const Clock& given, const SimNetOptions& settings) : clock(given), options(settings), random(settings.seed) {}
+  State(const Clock& given, const SimNetOptions& settings)
+      : clock(given), options(settings), random(settings.seed) {}
   const Clock& clock;
   const SimNetOptions options;
 
   Mutex mutex;
   Random random SHARDPULL_GUARDED_BY(mutex);
-  std::vector<Node*> nodes SHARDPULL_GUARDED_BY(mutex);                    // all transports
-  std::map<std::string, Node*> listeners SHARDPULL_GUARDED_BY(mutex);      // by address
-  std::map<EndpointId, Node*> node_of SHARDPULL_GUARDED_BY(mutex);         // endpoints alive
+  std::vector<Node*> nodes SHARDPULL_GUARDED_BY(mutex);                // all transports
+  std::map<std::string, Node*> listeners SHARDPULL_GUARDED_BY(mutex);  // by address
+  std::map<EndpointId, Node*> node_of SHARDPULL_GUARDED_BY(mutex);     // endpoints alive
   EndpointId next_endpoint SHARDPULL_GUARDED_BY(mutex) = 1;
   std::uint32_t next_region SHARDPULL_GUARDED_BY(mutex) = 1;
   std::uint64_t next_order SHARDPULL_GUARDED_BY(mutex) = 0;
 
-  std::int64_t delay() SHARDPULL_REQUIRES(mutex) { return random.between(options.min_delay_ns, std::max(options.min_delay_ns, options.max_delay_ns)); }
+  std::int64_t delay() SHARDPULL_REQUIRES(mutex) {
+    return random.between(options.min_delay_ns, std::max(options.min_delay_ns, options.max_delay_ns));
+  }
 
   void post(Node& node, std::int64_t due_ns, Event event) SHARDPULL_REQUIRES(mutex) {
     node.inbox.emplace(std::pair(due_ns, next_order++), std::move(event));
@@ -118,7 +123,8 @@ struct SimNet::State {
 
 class SimTransport final : public Transport {
  public:
-  SimTransport(std::shared_ptr<SimNet::State> net, std::string name, FleetToken token, Incarnation incarnation)
+  SimTransport(std::shared_ptr<SimNet::State> net, std::string name, FleetToken token,
+               Incarnation incarnation)
       : net_(std::move(net)), token_(token), incarnation_(incarnation) {
     node_.name = std::move(name);
     const MutexLock lock(net_->mutex);
@@ -138,7 +144,8 @@ class SimTransport final : public Transport {
 
   Result<std::shared_ptr<ExportedMemory>> allocate(std::uint64_t bytes, std::string_view what) override {
     if (bytes == 0 || bytes > kMaxBytes) {
-      return Status(StatusCode::kResourceExhausted, fmt::format("{} bytes for {} in a simulation", bytes, what),
+      return Status(StatusCode::kResourceExhausted,
+                    fmt::format("{} bytes for {} in a simulation", bytes, what),
                     {.reason = Reason::kNoMemory});
     }
     auto block = std::make_shared<Block>();
@@ -155,7 +162,8 @@ class SimTransport final : public Transport {
   Result<std::string> listen() override {
     const MutexLock lock(net_->mutex);
     if (!net_->listeners.emplace(address(), &node_).second) {
-      return Status(StatusCode::kAlreadyExists, fmt::format("{} is listened at already", address()), {.reason = Reason::kHost});
+      return Status(StatusCode::kAlreadyExists, fmt::format("{} is listened at already", address()),
+                    {.reason = Reason::kHost});
     }
     node_.listening = true;
     return address();
@@ -177,7 +185,8 @@ class SimTransport final : public Transport {
 
   Status send(EndpointId id, HotHeader header, const std::byte* payload, std::size_t length) override {
     if (length > kMaxHotPayloadBytes) {
-      return Status(StatusCode::kResourceExhausted, fmt::format("a payload of {} bytes", length), {.reason = Reason::kLimit});
+      return Status(StatusCode::kResourceExhausted, fmt::format("a payload of {} bytes", length),
+                    {.reason = Reason::kLimit});
     }
     header.length = static_cast<std::uint32_t>(length);
     header.sum = payload_sum(payload, length);
@@ -206,10 +215,13 @@ class SimTransport final : public Transport {
     }
     const MutexLock lock(net_->mutex);
     const auto it = node_.endpoints.find(id);
-    if (it == node_.endpoints.end()) return unavailable(fmt::format("endpoint {} of {} is closed", id, node_.name));
+    if (it == node_.endpoints.end())
+      return unavailable(fmt::format("endpoint {} of {} is closed", id, node_.name));
     const auto peer = net_->node_of.find(it->second.peer);
-    if (peer == net_->node_of.end()) return unavailable(fmt::format("endpoint {} of {} is closed", id, node_.name));
-    peer->second->endpoints.at(it->second.peer).granted[mine->ref().region] = {mine->ref().generation, mine->block};
+    if (peer == net_->node_of.end())
+      return unavailable(fmt::format("endpoint {} of {} is closed", id, node_.name));
+    peer->second->endpoints.at(it->second.peer).granted[mine->ref().region] = {mine->ref().generation,
+                                                                               mine->block};
     return {};
   }
 
@@ -257,7 +269,8 @@ class SimTransport final : public Transport {
       due = take_due();
       if (due.empty() && !node_.woken && timeout_ns > 0) {
         std::int64_t wait_ns = timeout_ns;
-        if (!node_.inbox.empty()) wait_ns = std::min(wait_ns, node_.inbox.begin()->first.first - net_->clock.now_ns());
+        if (!node_.inbox.empty())
+          wait_ns = std::min(wait_ns, node_.inbox.begin()->first.first - net_->clock.now_ns());
         node_.wake.wait_for_ns(net_->mutex, std::max<std::int64_t>(wait_ns, 0));
         due = take_due();
       }
@@ -317,19 +330,22 @@ class SimTransport final : public Transport {
   }
 
   // The block of a window that was granted to us, or why not.
-  Result<std::shared_ptr<Block>> find_window(EndpointId id, const RemoteRef& remote) const SHARDPULL_REQUIRES(net_->mutex) {
+  Result<std::shared_ptr<Block>> find_window(EndpointId id, const RemoteRef& remote) const
+      SHARDPULL_REQUIRES(net_->mutex) {
     const auto refuse = [&](StatusCode code, std::string problem) {
       return Status(code,
-                    fmt::format("region {} generation {} window [{}, +{}): {}", remote.region, remote.generation, remote.offset,
-                                remote.bytes, problem),
+                    fmt::format("region {} generation {} window [{}, +{}): {}", remote.region,
+                                remote.generation, remote.offset, remote.bytes, problem),
                     {.reason = Reason::kBadArgument, .fault = Fault::kPeer});
     };
     const auto endpoint = node_.endpoints.find(id);
-    if (endpoint == node_.endpoints.end()) return unavailable(fmt::format("endpoint {} of {} is closed", id, node_.name));
+    if (endpoint == node_.endpoints.end())
+      return unavailable(fmt::format("endpoint {} of {} is closed", id, node_.name));
     const auto grant = endpoint->second.granted.find(remote.region);
     if (grant == endpoint->second.granted.end()) return refuse(StatusCode::kNotFound, "not granted");
     if (grant->second.generation != remote.generation) {
-      return refuse(StatusCode::kFailedPrecondition, fmt::format("the region's generation is {}", grant->second.generation));
+      return refuse(StatusCode::kFailedPrecondition,
+                    fmt::format("the region's generation is {}", grant->second.generation));
     }
     const std::uint64_t size = grant->second.block->bytes.size();
     if (remote.offset > size || remote.bytes > size - remote.offset) {
@@ -341,13 +357,18 @@ class SimTransport final : public Transport {
   void handle(Event& event, TransportSink& sink) {
     {
       const MutexLock lock(net_->mutex);
-      if (event.kind != Event::Kind::kRead && !node_.endpoints.contains(event.endpoint)) return;  // closed here meanwhile
+      if (event.kind != Event::Kind::kRead && !node_.endpoints.contains(event.endpoint))
+        return;  // closed here meanwhile
     }
     switch (event.kind) {
-      case Event::Kind::kAccepted: return sink.on_accepted(event.endpoint);
-      case Event::Kind::kMessage: return deliver(event, sink);
-      case Event::Kind::kClosed: return lost(event.endpoint, event.status, sink);
-      case Event::Kind::kRead: return advance_read(event.token, sink);
+      case Event::Kind::kAccepted:
+        return sink.on_accepted(event.endpoint);
+      case Event::Kind::kMessage:
+        return deliver(event, sink);
+      case Event::Kind::kClosed:
+        return lost(event.endpoint, event.status, sink);
+      case Event::Kind::kRead:
+        return advance_read(event.token, sink);
     }
   }
 
@@ -355,7 +376,8 @@ class SimTransport final : public Transport {
     Result<HotHeader> header = decode_hot_header(event.bytes.data(), event.bytes.size());
     Status wrong = header.status();
     if (wrong.ok() && header->token != token_) {
-      wrong = Status(StatusCode::kUnauthenticated, "another fleet token", {.reason = Reason::kBadToken, .fault = Fault::kPeer});
+      wrong = Status(StatusCode::kUnauthenticated, "another fleet token",
+                     {.reason = Reason::kBadToken, .fault = Fault::kPeer});
     }
     if (!wrong.ok()) {
       {
@@ -415,7 +437,8 @@ class SimTransport final : public Transport {
   const std::shared_ptr<Exported> exported_ = std::make_shared<Exported>();
 };
 
-SimNet::SimNet(const Clock& clock, const SimNetOptions& options) : state_(std::make_shared<State>(clock, options)) {}
+SimNet::SimNet(const Clock& clock, const SimNetOptions& options)
+    : state_(std::make_shared<State>(clock, options)) {}
 SimNet::~SimNet() = default;
 
 std::optional<std::int64_t> SimNet::next_due_ns() const {

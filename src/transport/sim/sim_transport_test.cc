@@ -78,7 +78,8 @@ TEST_F(SimTransportTest, AnEndpointKeepsTheOrderOfItsMessages) {
   const EndpointId endpoint = connect();
   ASSERT_EQ(b.accepted.size(), 1u);
   const std::byte payload[3] = {std::byte{1}, std::byte{2}, std::byte{3}};
-  for (std::uint32_t i = 0; i < 50; ++i) ASSERT_EQ(a.transport->send(endpoint, header(i), payload, i % 4), Status());
+  for (std::uint32_t i = 0; i < 50; ++i)
+    ASSERT_EQ(a.transport->send(endpoint, header(i), payload, i % 4), Status());
   run();
   ASSERT_EQ(b.seqs.size(), 50u);
   EXPECT_TRUE(std::is_sorted(b.seqs.begin(), b.seqs.end()));
@@ -89,7 +90,8 @@ TEST_F(SimTransportTest, DifferentEndpointsOvertakeEachOther) {
   ASSERT_TRUE(b.transport->listen().ok());
   std::vector<EndpointId> endpoints;
   for (int i = 0; i < 8; ++i) endpoints.push_back(*a.transport->connect("sim:b", 0));
-  for (std::uint32_t i = 0; i < 8; ++i) ASSERT_EQ(a.transport->send(endpoints[i], header(i), nullptr, 0), Status());
+  for (std::uint32_t i = 0; i < 8; ++i)
+    ASSERT_EQ(a.transport->send(endpoints[i], header(i), nullptr, 0), Status());
   run();
   ASSERT_EQ(b.seqs.size(), 8u);
   EXPECT_FALSE(std::is_sorted(b.seqs.begin(), b.seqs.end()));
