@@ -489,7 +489,7 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
     }
     const std::int64_t ended = progress_.clock().now_ns();
     if (status.ok()) progress_.transport().add_mapped_bytes(prepared.key_bytes);
-    progress_.post([this, chunk_id, done, status, busy = ended - started] {
+    progress_.post([this, done, status, busy = ended - started] {
       copy_ns_ += static_cast<std::uint64_t>(busy);
       done(status);
     });
