@@ -2,7 +2,7 @@
 
 SHARDPULL_CHAIN_SEED and SHARDPULL_CHAIN_COUNT choose others. The seed is printed; the same seed gives the same chains.
 """
-# ctest-timeout: 300
+# ctest-timeout: 600
 
 import json
 import os

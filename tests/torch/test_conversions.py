@@ -1,6 +1,6 @@
 """Every conversion the copy path makes, against PyTorch's: all values of 8-bit and 16-bit sources, edges and random bit
 patterns of wider ones."""
-# ctest-timeout: 300
+# ctest-timeout: 600
 
 import os
 import pathlib
