@@ -1,5 +1,5 @@
-// The copy path against memcpy on the same bytes: every benchmark moves kBytes between prefaulted buffers that no cache holds.
-// Compare bytes_per_second with BM_memcpy of the same run.
+// The copy path against memcpy on the same bytes: every benchmark moves kBytes between prefaulted buffers
+// that no cache holds. Compare bytes_per_second with BM_memcpy of the same run.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -24,8 +24,8 @@ Buffers& buffers() {
   return instance;
 }
 
-void run_program(benchmark::State& state, const Slice& slice, DType from, std::int64_t source_numel, const Region& region,
-                 DType to) {
+void run_program(benchmark::State& state, const Slice& slice, DType from, std::int64_t source_numel,
+                 const Region& region, DType to) {
   auto program = compile_copy(slice, SourceLayout::contiguous(from, source_numel), from, region, to);
   if (!program.ok()) {
     state.SkipWithError(program.status().message().c_str());
@@ -50,7 +50,8 @@ void BM_memcpy(benchmark::State& state) {
 BENCHMARK(BM_memcpy);
 
 void BM_contiguous(benchmark::State& state) {
-  run_program(state, Slice::whole(kBytes / 2), DType::kBF16, kBytes / 2, contiguous_region(kBytes / 2), DType::kBF16);
+  run_program(state, Slice::whole(kBytes / 2), DType::kBF16, kBytes / 2, contiguous_region(kBytes / 2),
+              DType::kBF16);
 }
 BENCHMARK(BM_contiguous);
 
@@ -64,13 +65,15 @@ BENCHMARK(BM_gather_rows)->Arg(384)->Arg(2048)->Arg(32768);
 
 void BM_scatter_rows(benchmark::State& state) {
   const std::int64_t row = state.range(0) / 2, rows = kBytes / state.range(0);
-  run_program(state, Slice::whole(rows * row), DType::kBF16, rows * row, Region{0, {{rows, 2 * row}, {row, 1}}}, DType::kBF16);
+  run_program(state, Slice::whole(rows * row), DType::kBF16, rows * row,
+              Region{0, {{rows, 2 * row}, {row, 1}}}, DType::kBF16);
 }
 BENCHMARK(BM_scatter_rows)->Arg(384)->Arg(2048)->Arg(32768);
 
 // bytes_per_second counts source bytes.
 void BM_convert_f32_to_bf16(benchmark::State& state) {
-  run_program(state, Slice::whole(kBytes / 4), DType::kF32, kBytes / 4, contiguous_region(kBytes / 4), DType::kBF16);
+  run_program(state, Slice::whole(kBytes / 4), DType::kF32, kBytes / 4, contiguous_region(kBytes / 4),
+              DType::kBF16);
 }
 BENCHMARK(BM_convert_f32_to_bf16);
 

@@ -1,5 +1,5 @@
-// The shm transport against the limits of the same run: reads and mapped copies beside BM_memcpy, a pull and its answer
-// beside a bare round trip over a unix socket.
+// The shm transport against the limits of the same run: reads and mapped copies beside BM_memcpy, a pull and
+// its answer beside a bare round trip over a unix socket.
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -29,8 +29,11 @@ constexpr std::int64_t kWait = kNanosPerMilli * 100;
 class Peer final : public TransportSink {
  public:
   Peer(const std::string& directory, const std::string& name, Incarnation incarnation)
-      : transport(std::move(make_shm_transport({.directory = directory, .token = 1, .incarnation = incarnation, .self_name = name}))
-                      .value()) {}
+      : transport(
+            std::move(
+                make_shm_transport(
+                    {.directory = directory, .token = 1, .incarnation = incarnation, .self_name = name}))
+                .value()) {}
   void on_accepted(EndpointId endpoint) override { accepted = endpoint; }
   void on_message(EndpointId endpoint, const HotHeader&, const std::byte*) override {
     ++messages;
@@ -62,7 +65,10 @@ class Fleet {
     if (bytes > 0) {
       memory_ = producer_->transport->allocate(bytes, "a benchmark").value();
       std::memset(memory_->ref().address, 1, bytes);
-      remote = {.region = memory_->ref().region, .generation = memory_->ref().generation, .offset = 0, .bytes = bytes};
+      remote = {.region = memory_->ref().region,
+                .generation = memory_->ref().generation,
+                .offset = 0,
+                .bytes = bytes};
       producer_->transport->grant(producer_->accepted, memory_).ignore();
     }
     producer_->transport->send(producer_->accepted, {.type = HotType::kReady}, nullptr, 0).ignore();
@@ -167,7 +173,8 @@ BENCHMARK(BM_socket_round_trip)->UseRealTime();
 void BM_allocate(benchmark::State& state) {
   Fleet fleet(0);
   for (auto _ : state) {
-    benchmark::DoNotOptimize(fleet.consumer->transport->allocate(static_cast<std::uint64_t>(state.range(0)), "a benchmark").ok());
+    benchmark::DoNotOptimize(
+        fleet.consumer->transport->allocate(static_cast<std::uint64_t>(state.range(0)), "a benchmark").ok());
   }
   state.SetBytesProcessed(state.iterations() * state.range(0));
 }

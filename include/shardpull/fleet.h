@@ -9,11 +9,12 @@
 
 namespace shardpull {
 
-// How a process joins its fleet. The directory is owner-only (0700) and holds the fleet's sockets; the sender's hub is
-// `directory`/hub.sock. All processes of a fleet give the same directory and token.
+// How a process joins its fleet. The directory is owner-only (0700) and holds the fleet's sockets; the
+// sender's hub is `directory`/hub.sock. All processes of a fleet give the same directory and token.
 struct FleetOptions {
   std::string directory;
-  // Random, not 0, one per fleet. Handed down by file, environment (SHARDPULL_TOKEN) or descriptor, never on a command line.
+  // Random, not 0, one per fleet. Handed down by file, environment (SHARDPULL_TOKEN) or descriptor, never on
+  // a command line.
   std::uint64_t token = 0;
   std::uint64_t connect_timeout_ms = 60'000;  // how long a process waits for the others to appear
   std::uint64_t stall_timeout_ms = 300'000;   // a running sync without progress for this long fails
@@ -27,16 +28,16 @@ Result<std::uint64_t> token_from_environment();
 // One worker's part of a finished sync.
 struct WorkerReport {
   std::uint32_t consumer = 0;
-  std::uint64_t bytes_kept = 0;    // unique source bytes it keeps, in wire dtypes
-  std::uint64_t bytes_moved = 0;   // by the transport's counters, headers apart
-  std::uint64_t update_ns = 0;     // duration of its update
-  std::uint64_t copy_ns = 0;       // of it, time in which bytes moved
+  std::uint64_t bytes_kept = 0;   // unique source bytes it keeps, in wire dtypes
+  std::uint64_t bytes_moved = 0;  // by the transport's counters, headers apart
+  std::uint64_t update_ns = 0;    // duration of its update
+  std::uint64_t copy_ns = 0;      // of it, time in which bytes moved
 };
 
 // One rank's part of a finished sync.
 struct RankReport {
   std::uint32_t rank = 0;
-  std::uint64_t export_ns = 0;            // time spent copying small tensors into export buffers
+  std::uint64_t export_ns = 0;  // time spent copying small tensors into export buffers
   std::uint64_t export_bytes = 0;
   std::uint64_t peak_resident_bytes = 0;  // most bytes of gathered groups held at once
 };
@@ -45,16 +46,16 @@ struct RankReport {
 struct SyncReport {
   std::uint64_t sync_id = 0;
   std::uint64_t version = 0;
-  std::uint64_t wall_ns = 0;       // from the call of send_weights to the last commit
-  std::vector<WorkerReport> workers;  // the sender's report only
-  std::vector<RankReport> ranks;      // all ranks on the sender, itself elsewhere
+  std::uint64_t wall_ns = 0;                     // from the call of send_weights to the last commit
+  std::vector<WorkerReport> workers;             // the sender's report only
+  std::vector<RankReport> ranks;                 // all ranks on the sender, itself elsewhere
   std::vector<std::uint32_t> lost_consumers;     // whose processes were lost in this sync
   std::vector<std::uint32_t> dropped_consumers;  // their living mates, which left the sync with them
 };
 
 // Free text between the programs on top of a fleet, delivered in order per pair, at most 1 MiB.
 struct FleetMessage {
-  std::string from;   // "trainer 0", "worker 3"
+  std::string from;  // "trainer 0", "worker 3"
   std::string topic;
   std::string body;
 };

@@ -1,5 +1,5 @@
-// What a trainer rank implements: the description of the whole model, what this rank holds, and the tensors themselves,
-// gather group by gather group.
+// What a trainer rank implements: the description of the whole model, what this rank holds, and the tensors
+// themselves, gather group by gather group.
 #pragma once
 
 #include <cstddef>
@@ -38,19 +38,19 @@ struct Piece {
   friend bool operator==(const Piece&, const Piece&) = default;
 };
 
-// A view over the source's memory. Borrowed: valid and unchanged from the moment it is yielded until the group it belongs
-// to has been freed (the source is told by GroupStream::released).
+// A view over the source's memory. Borrowed: valid and unchanged from the moment it is yielded until the
+// group it belongs to has been freed (the source is told by GroupStream::released).
 struct TensorView {
-  const std::byte* data = nullptr;      // the view's first element
+  const std::byte* data = nullptr;  // the view's first element
   DType dtype = DType::kF32;
-  std::vector<std::int64_t> shape;      // equals the metadata's shape (or the piece's box)
-  std::vector<std::int64_t> stride;     // in elements; may be any non-negative strides
-  const std::byte* storage = nullptr;   // start of the underlying storage (several views may share one)
-  std::uint64_t storage_bytes = 0;      // its size; decides packing (export_pack_limit)
+  std::vector<std::int64_t> shape;     // equals the metadata's shape (or the piece's box)
+  std::vector<std::int64_t> stride;    // in elements; may be any non-negative strides
+  const std::byte* storage = nullptr;  // start of the underlying storage (several views may share one)
+  std::uint64_t storage_bytes = 0;     // its size; decides packing (export_pack_limit)
 };
 
-// One name of a gather group as a source yields it: every name of the group has an entry, in metadata order; names this
-// rank does not hold carry no view.
+// One name of a gather group as a source yields it: every name of the group has an entry, in metadata order;
+// names this rank does not hold carry no view.
 struct NamedView {
   std::uint32_t name = 0;  // index into the metadata
   std::optional<TensorView> view;
@@ -61,13 +61,14 @@ struct GroupTensors {
   std::vector<NamedView> tensors;
 };
 
-// One pass over a rank's owned groups. Destroying it is the source's closing code: it runs after the last group and on
-// every error path.
+// One pass over a rank's owned groups. Destroying it is the source's closing code: it runs after the last
+// group and on every error path.
 class GroupStream {
  public:
   virtual ~GroupStream() = default;
-  // The next owned group in group order, or nothing at the end. Called only once credit for one more group is there; after
-  // the last group it is called once more and must give nothing. May be a collective among the group's owners.
+  // The next owned group in group order, or nothing at the end. Called only once credit for one more group is
+  // there; after the last group it is called once more and must give nothing. May be a collective among the
+  // group's owners.
   virtual Result<std::optional<GroupTensors>> next() = 0;
   // Nobody reads the views of `group` any more: its memory may be written or freed. Groups free in any order.
   virtual void released(std::uint32_t group) { (void)group; }
@@ -80,8 +81,8 @@ struct SyncRequest {
   std::vector<std::uint32_t> groups;  // the owned groups to yield, ascending
 };
 
-// Trainer-side source of weights. One per rank. Called from the thread that calls Trainer::send_weights, never from two
-// threads at once.
+// Trainer-side source of weights. One per rank. Called from the thread that calls Trainer::send_weights,
+// never from two threads at once.
 class WeightSource {
  public:
   virtual ~WeightSource() = default;
@@ -89,9 +90,9 @@ class WeightSource {
   virtual std::vector<TensorMeta> metadata() const = 0;
   // The names this rank holds, by index into metadata(). Default: all of them.
   virtual std::vector<std::uint32_t> held_names() const;
-  // Whether every storage above export_pack_limit that this source yields lies in memory from Trainer::allocate, so that
-  // consumers can map it. Checked when it is published: a view elsewhere is then an error naming it. False: such tensors
-  // are packed.
+  // Whether every storage above export_pack_limit that this source yields lies in memory from
+  // Trainer::allocate, so that consumers can map it. Checked when it is published: a view elsewhere is then
+  // an error naming it. False: such tensors are packed.
   virtual bool in_engine_memory() const { return false; }
   // Starts a pass. Views yielded must stay valid and unchanged until released(group).
   virtual Result<std::unique_ptr<GroupStream>> iter_groups(const SyncRequest& request) = 0;

@@ -1,8 +1,11 @@
-// Trainer: one training process's side of the engine. Rank 0 is the sender: besides its own producer it drives the sync.
+// Trainer: one training process's side of the engine. Rank 0 is the sender: besides its own producer it
+// drives the sync.
 //
 //   auto trainer = Trainer::create(options);              // transport is up, memory can be allocated
-//   (*trainer)->init(source);                             // collective: returns when every rank and worker is ready
-//   (*trainer)->send_weights(version);                    // collective: returns when every worker has committed
+//   (*trainer)->init(source);                             // collective: returns when every rank and worker
+//   is ready
+//   (*trainer)->send_weights(version);                    // collective: returns when every worker has
+//   committed
 #pragma once
 
 #include <cstddef>
@@ -29,7 +32,8 @@ struct TrainerOptions {
   std::uint32_t ring_depth = 2;           // K >= 1
   std::uint32_t lookahead = 1;            // >= 0: groups held beyond the one being pulled
   std::uint64_t presize_bytes = 0;        // floor for a slot's bytes
-  std::uint64_t export_pack_limit_bytes = 64ull << 20;  // storages up to this size are packed into export buffers
+  std::uint64_t export_pack_limit_bytes = 64ull
+                                          << 20;  // storages up to this size are packed into export buffers
   OnConsumerLoss on_consumer_loss = OnConsumerLoss::kContinue;
 };
 
@@ -40,10 +44,12 @@ struct EngineMemory {
   std::shared_ptr<void> owner;
 };
 
-// Thread-compatible; send_weights blocks the calling thread, everything else runs on the engine's own threads.
+// Thread-compatible; send_weights blocks the calling thread, everything else runs on the engine's own
+// threads.
 class Trainer {
  public:
-  // Starts the transport. On the sender also the hub. Refused: bad options (each named with its value and range).
+  // Starts the transport. On the sender also the hub. Refused: bad options (each named with its value and
+  // range).
   static Result<std::unique_ptr<Trainer>> create(const TrainerOptions& options);
   ~Trainer();  // shutdown()
   Trainer(const Trainer&) = delete;
@@ -52,16 +58,18 @@ class Trainer {
   // Page-aligned, zero-filled, prefaulted memory from the transport's allocator. Thread-safe. After create().
   Result<EngineMemory> allocate(std::uint64_t bytes, const std::string& what = "weights");
 
-  // Forms groups, resolves ownership over all ranks (one collective), starts the producer; on the sender, waits until every
-  // consumer has baked, planned and reserved. `source` must outlive the trainer. Errors name the rank, name or worker.
+  // Forms groups, resolves ownership over all ranks (one collective), starts the producer; on the sender,
+  // waits until every consumer has baked, planned and reserved. `source` must outlive the trainer. Errors
+  // name the rank, name or worker.
   Status init(WeightSource& source);
 
-  // The same payload init made, rebuilt at any time without a collective, so that a restarted worker can join at a sync
-  // boundary. Error before init.
+  // The same payload init made, rebuilt at any time without a collective, so that a restarted worker can join
+  // at a sync boundary. Error before init.
   Result<std::vector<std::byte>> worker_init_payload() const;
 
-  // One sync. On every rank with the same version. Returns when every live worker has committed, or with the first error
-  // (after which the next call may succeed: nothing of a failed sync lingers). The sender assigns the sync id.
+  // One sync. On every rank with the same version. Returns when every live worker has committed, or with the
+  // first error (after which the next call may succeed: nothing of a failed sync lingers). The sender assigns
+  // the sync id.
   Result<SyncReport> send_weights(std::uint64_t version);
 
   // Sends to "worker N" or "trainer N".
@@ -72,7 +80,8 @@ class Trainer {
   // Most bytes of anonymous and own shared memory the engine itself holds (rings, export buffers).
   std::uint64_t engine_bytes() const;
 
-  // Sender: tells every process that the fleet ends. Everybody: wakes waiters, joins threads, frees. Idempotent.
+  // Sender: tells every process that the fleet ends. Everybody: wakes waiters, joins threads, frees.
+  // Idempotent.
   void shutdown(const std::string& reason = "the trainer has finished");
 
  private:

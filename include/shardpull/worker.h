@@ -1,7 +1,9 @@
-// Worker: one inference process's side of the engine. It bakes and plans once, then replays the plan in every sync.
+// Worker: one inference process's side of the engine. It bakes and plans once, then replays the plan in every
+// sync.
 //
 //   auto worker = Worker::connect(options, model);        // bake, plan, reserve
-//   (*worker)->serve();                                   // syncs as the sender starts them, until the fleet ends
+//   (*worker)->serve();                                   // syncs as the sender starts them, until the fleet
+//   ends
 #pragma once
 
 #include <atomic>
@@ -23,9 +25,9 @@ enum class PathChoice : std::uint8_t { kAuto, kPacked, kMapped };
 
 struct WorkerOptions {
   FleetOptions fleet;
-  std::uint32_t consumer = 0;                     // 0..C-1 over the whole fleet
-  std::uint32_t ring_depth = 0;                   // 0 = the fleet's; another number is refused, naming both
-  std::uint64_t max_chunk_bytes = 64ull << 20;    // 0 = off
+  std::uint32_t consumer = 0;                   // 0..C-1 over the whole fleet
+  std::uint32_t ring_depth = 0;                 // 0 = the fleet's; another number is refused, naming both
+  std::uint64_t max_chunk_bytes = 64ull << 20;  // 0 = off
   PathChoice path = PathChoice::kAuto;
   BakeOptions bake;
 };
@@ -33,26 +35,27 @@ struct WorkerOptions {
 // Thread-compatible.
 class Worker {
  public:
-  // Joins the fleet, bakes `model` (which must outlive the worker and be materialised before the first sync; it is
-  // materialised here if it is not), plans, reserves at every producer it pulls from. Blocks until done, bounded by
-  // connect_timeout_ms without news.
+  // Joins the fleet, bakes `model` (which must outlive the worker and be materialised before the first sync;
+  // it is materialised here if it is not), plans, reserves at every producer it pulls from. Blocks until
+  // done, bounded by connect_timeout_ms without news.
   static Result<std::unique_ptr<Worker>> connect(const WorkerOptions& options, Model& model);
   ~Worker();  // shutdown()
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // Called on serve()'s thread after a commit (OK, the module bytes are `version`'s) or a failed sync (the error; the
-  // modules' states say what they hold). The next sync starts only after it returned.
+  // Called on serve()'s thread after a commit (OK, the module bytes are `version`'s) or a failed sync (the
+  // error; the modules' states say what they hold). The next sync starts only after it returned.
   using OnSync = std::function<void(std::uint64_t version, const Status& status, const WorkerReport& report)>;
-  // Runs syncs as the sender starts them until the fleet shuts down (OK) or the sender is lost (the error). A failed sync
-  // does not end it.
+  // Runs syncs as the sender starts them until the fleet shuts down (OK) or the sender is lost (the error). A
+  // failed sync does not end it.
   Status serve(const OnSync& on_sync = nullptr);
 
   // The version the parameters hold, or an error listing the modules in a mixed state.
   Result<std::uint64_t> version() const;
-  // A sequence lock over the parameters, for readers on other threads that must not see a half-applied version: odd from the
-  // first byte a sync may write until its commit, and after a failed sync until a later one commits. Read it before and
-  // after (acquire); what was read in between is one version when both are the same even number.
+  // A sequence lock over the parameters, for readers on other threads that must not see a half-applied
+  // version: odd from the first byte a sync may write until its commit, and after a failed sync until a later
+  // one commits. Read it before and after (acquire); what was read in between is one version when both are
+  // the same even number.
   const std::atomic<std::uint64_t>& version_guard() const;
   const Recording& recording() const;
 

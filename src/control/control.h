@@ -13,22 +13,22 @@
 
 namespace shardpull {
 
-// What arrives. Called on the control implementation's own threads, one at a time, in order per peer; must not block: a
-// driver queues an event for its progress thread and returns.
+// What arrives. Called on the control implementation's own threads, one at a time, in order per peer; must
+// not block: a driver queues an event for its progress thread and returns.
 class ControlSink {
  public:
   virtual ~ControlSink() = default;
   virtual void on_control(const Member& from, Incarnation incarnation, ControlBody body) = 0;
-  // `member` said hello (also a restarted one, with another incarnation). On a link that is not the hub, members that were
-  // up before this process are reported right after it connected.
+  // `member` said hello (also a restarted one, with another incarnation). On a link that is not the hub,
+  // members that were up before this process are reported right after it connected.
   virtual void on_member_up(const Member& member, Incarnation incarnation) = 0;
-  // Its link broke, or it missed heartbeats for dead_after. On a link that is not the hub the sender's loss means that the
-  // hub is gone: no further message follows.
+  // Its link broke, or it missed heartbeats for dead_after. On a link that is not the hub the sender's loss
+  // means that the hub is gone: no further message follows.
   virtual void on_member_lost(const Member& member, Incarnation incarnation, const Status& why) = 0;
 };
 
 struct ControlOptions {
-  std::string address;                 // "unix:/path" (an owner-only directory)
+  std::string address;  // "unix:/path" (an owner-only directory)
   FleetToken token = 0;
   Member self;
   Incarnation incarnation = 0;
@@ -40,10 +40,11 @@ struct ControlOptions {
 class Control {
  public:
   virtual ~Control() = default;  // shuts down
-  // Queues `body` for `to`; never blocks; thread-safe. UNAVAILABLE when the link is down or `to` is not known to be up
-  // (the hub knows; a link learns it by a later on_member_lost). A member may send to itself.
+  // Queues `body` for `to`; never blocks; thread-safe. UNAVAILABLE when the link is down or `to` is not known
+  // to be up (the hub knows; a link learns it by a later on_member_lost). A member may send to itself.
   virtual Status send(const Member& to, ControlBody body) = 0;
-  // Sends what is queued (bounded, 2 s), closes, joins the threads; no callback runs after it returns. Idempotent.
+  // Sends what is queued (bounded, 2 s), closes, joins the threads; no callback runs after it returns.
+  // Idempotent.
   virtual void shutdown() = 0;
 };
 

@@ -1,6 +1,7 @@
 // Control messages: everything cold. Plain structs; proto/shardpull/v1/control.proto is their wire form.
 //
-// The control channel is a star: every process has one link to the sender's hub, which routes (docs/PROTOCOL.md, "Control").
+// The control channel is a star: every process has one link to the sender's hub, which routes
+// (docs/PROTOCOL.md, "Control").
 #pragma once
 
 #include <cstdint>
@@ -16,19 +17,20 @@ namespace shardpull {
 // trainer R -> sender: this rank exists, its producer listens. Part of the collective of trainer_init.
 struct TrainerJoin {
   std::uint32_t world_size = 0;
-  std::vector<std::byte> holding;      // plan: encoded Holding
-  std::string producer_address;        // hot channel
-  std::vector<std::byte> settings;     // canonical bytes of the settings all ranks must share (K, lookahead, C, ...)
+  std::vector<std::byte> holding;  // plan: encoded Holding
+  std::string producer_address;    // hot channel
+  std::vector<std::byte>
+      settings;  // canonical bytes of the settings all ranks must share (K, lookahead, C, ...)
 };
 // sender -> every trainer: the collective's result, or why there is none.
 struct TrainerTable {
   Status status;
-  std::vector<std::byte> tables;       // plan: encoded InitTables
+  std::vector<std::byte> tables;  // plan: encoded InitTables
 };
 
 // worker -> sender: asks for the init payload (at any time: a restarted worker asks again).
 struct InitRequest {
-  std::uint32_t ring_depth = 0;        // 0 = take the fleet's; another K than the fleet's is refused
+  std::uint32_t ring_depth = 0;  // 0 = take the fleet's; another K than the fleet's is refused
 };
 struct InitPayload {
   Status status;
@@ -45,7 +47,7 @@ struct Reserve {
   std::uint64_t slot_bytes = 0;
   std::uint32_t ring_depth = 0, num_consumers = 0, workers_per_replica = 0;
   std::uint64_t digest_low = 0, digest_high = 0;
-  std::vector<std::byte> pulls;        // plan: encoded PullDescriptions
+  std::vector<std::byte> pulls;  // plan: encoded PullDescriptions
 };
 struct ReserveReply {
   Status status;
@@ -78,8 +80,8 @@ struct Prepared {
   std::uint64_t sync_id = 0;
   Status status;
   std::uint64_t bytes_moved = 0;
-  std::uint64_t update_ns = 0;         // duration of the update on the worker's clock
-  std::uint64_t copy_ns = 0;           // time in which its bytes moved
+  std::uint64_t update_ns = 0;  // duration of the update on the worker's clock
+  std::uint64_t copy_ns = 0;    // time in which its bytes moved
 };
 // sender -> worker: commit.
 struct Finish {
@@ -102,7 +104,7 @@ struct FreeAck {
 struct RankEnded {
   std::uint64_t sync_id = 0;
   Status status;
-  std::uint64_t export_ns = 0;         // time spent copying into export buffers
+  std::uint64_t export_ns = 0;  // time spent copying into export buffers
   std::uint64_t export_bytes = 0;
   std::uint64_t peak_resident_bytes = 0;
 };
@@ -120,16 +122,17 @@ struct SyncFailed {
 struct Shutdown {
   std::string reason;
 };
-// worker -> sender or back: free for the program on top (the CLI's verify results and barriers). At most 1 MiB.
+// worker -> sender or back: free for the program on top (the CLI's verify results and barriers). At most 1
+// MiB.
 struct UserMessage {
   std::string topic;
   std::string body;
 };
 
 using ControlBody =
-    std::variant<TrainerJoin, TrainerTable, InitRequest, InitPayload, InitDone, Reserve, ReserveReply, SyncOpen, StartUpdate,
-                 UpdateStarted, Update, Prepared, Finish, Finished, FreeGroups, FreeAck, RankEnded, SyncClosed, SyncFailed,
-                 Shutdown, UserMessage, SyncBegan>;
+    std::variant<TrainerJoin, TrainerTable, InitRequest, InitPayload, InitDone, Reserve, ReserveReply,
+                 SyncOpen, StartUpdate, UpdateStarted, Update, Prepared, Finish, Finished, FreeGroups,
+                 FreeAck, RankEnded, SyncClosed, SyncFailed, Shutdown, UserMessage, SyncBegan>;
 std::string_view name_of(const ControlBody& body);  // "Reserve"
 
 }  // namespace shardpull

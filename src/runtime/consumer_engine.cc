@@ -14,7 +14,8 @@
 namespace shardpull {
 namespace {
 
-// The distinct (name, piece) of a run's keys in order of first use: the order of ReadyInfo::entries for the mapped path.
+// The distinct (name, piece) of a run's keys in order of first use: the order of ReadyInfo::entries for the
+// mapped path.
 std::vector<std::pair<std::uint32_t, std::uint32_t>> entry_order(const Chunk& chunk, const Run& run) {
   std::vector<std::pair<std::uint32_t, std::uint32_t>> order;
   for (std::uint32_t i = run.first_key; i < run.first_key + run.key_count; ++i) {
@@ -51,8 +52,9 @@ void zero(const CopyNest& nest, std::size_t d, std::byte* at) {
 }  // namespace
 
 ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Recording& recording,
-                               std::shared_ptr<const InitTables> tables, std::shared_ptr<const WorkerPlan> plan,
-                               FleetToken token, Incarnation incarnation, std::int64_t stall_timeout_ns, ConsumerHooks hooks)
+                               std::shared_ptr<const InitTables> tables,
+                               std::shared_ptr<const WorkerPlan> plan, FleetToken token,
+                               Incarnation incarnation, std::int64_t stall_timeout_ns, ConsumerHooks hooks)
     : progress_(progress),
       model_(model),
       recording_(recording),
@@ -74,13 +76,15 @@ void ConsumerEngine::stop() {
   post_process_.stop();
 }
 
-// ---- once -------------------------------------------------------------------------------------------------------------
+// ---- once
+// -------------------------------------------------------------------------------------------------------------
 
 Status ConsumerEngine::prepare() {
   for (const RecordedModule& recorded : recording_.modules) {
     Module* module = model_.find_module(recorded.name);
     if (module == nullptr) {
-      return Status(StatusCode::kInternal, fmt::format("the model has no module '{}' any more", recorded.name));
+      return Status(StatusCode::kInternal,
+                    fmt::format("the model has no module '{}' any more", recorded.name));
     }
     modules_.push_back(module);
   }
@@ -88,17 +92,20 @@ Status ConsumerEngine::prepare() {
     Parameter* parameter = modules_[recorded.module]->find(recorded.name);
     if (parameter == nullptr || parameter->memory() == nullptr) {
       return Status(StatusCode::kInternal,
-                    fmt::format("{}.{} has no memory to land in", recording_.modules[recorded.module].name, recorded.name));
+                    fmt::format("{}.{} has no memory to land in", recording_.modules[recorded.module].name,
+                                recorded.name));
     }
     parameters_.push_back(parameter);
   }
   chunks_.resize(plan_->chunks.size());
-  for (const Chunk& chunk : plan_->chunks) SHARDPULL_RETURN_IF_ERROR(prepare_chunk(chunk, chunks_[chunk.chunk_id]));
+  for (const Chunk& chunk : plan_->chunks)
+    SHARDPULL_RETURN_IF_ERROR(prepare_chunk(chunk, chunks_[chunk.chunk_id]));
 
   const std::uint64_t ring_bytes = plan_->receive_slot_bytes * plan_->ring_depth;
   if (ring_bytes != 0) {
     SHARDPULL_ASSIGN_OR_RETURN(
-        receive_ring_, LandingMemory::allocate(ring_bytes, "receive ring", "a smaller max_chunk_bytes or ring_depth"));
+        receive_ring_,
+        LandingMemory::allocate(ring_bytes, "receive ring", "a smaller max_chunk_bytes or ring_depth"));
   }
   return {};
 }
@@ -116,8 +123,9 @@ Status ConsumerEngine::prepare_chunk(const Chunk& chunk, PreparedChunk& prepared
       if (recording_.parameters[fill.destination.parameter].module != module) continue;
       const Region region = destination_region(fill.destination);
       const SourceLayout zeros = SourceLayout::contiguous(fill.destination.dtype, region.numel());
-      SHARDPULL_ASSIGN_OR_RETURN(CopyProgram program, compile_copy(Slice::whole(region.numel()), zeros, fill.destination.dtype,
-                                                                  region, fill.destination.dtype));
+      SHARDPULL_ASSIGN_OR_RETURN(CopyProgram program,
+                                 compile_copy(Slice::whole(region.numel()), zeros, fill.destination.dtype,
+                                              region, fill.destination.dtype));
       prepared.fills.push_back({fill.destination.parameter, std::move(program)});
     }
   }
@@ -151,7 +159,8 @@ Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
   } else {
     slice = key.slice;
     const DType dtype = tables_->metadata[key.name].dtype;
-    SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t numel, checked_numel(dtype, source_shape(*tables_, key.name, key.piece)));
+    SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t numel,
+                               checked_numel(dtype, source_shape(*tables_, key.name, key.piece)));
     layout = SourceLayout::contiguous(dtype, numel);
   }
   auto program = compile_copy(slice, layout, key.wire_dtype, destination, scatter.destination.dtype);
@@ -166,17 +175,19 @@ Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
 Status ConsumerEngine::connect(std::int64_t timeout_ns) {
   for (const ProducerPlan& producer : plan_->producers) {
     auto endpoint = progress_.transport().connect(tables_->producers[producer.producer], timeout_ns);
-    if (!endpoint.ok()) return endpoint.status().with_context(fmt::format("connecting to trainer {}", producer.producer));
+    if (!endpoint.ok())
+      return endpoint.status().with_context(fmt::format("connecting to trainer {}", producer.producer));
     endpoints_[*endpoint] = Endpoint{producer.producer};
     ByteWriter hello;
     hello.u32(kSliceFormatVersion);
-    SHARDPULL_RETURN_IF_ERROR(
-        progress_.transport().send(*endpoint, header(HotType::kHello, 0), hello.bytes().data(), hello.size()));
+    SHARDPULL_RETURN_IF_ERROR(progress_.transport().send(*endpoint, header(HotType::kHello, 0),
+                                                         hello.bytes().data(), hello.size()));
   }
   return {};
 }
 
-// ---- events -----------------------------------------------------------------------------------------------------------
+// ---- events
+// -----------------------------------------------------------------------------------------------------------
 
 template <typename Event>
 void ConsumerEngine::drive(Event event) {
@@ -187,7 +198,9 @@ void ConsumerEngine::drive(Event event) {
 
 Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version) {
   Status status;
-  drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.start_update(now, sync_id, version, out); });
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    status = machine_.start_update(now, sync_id, version, out);
+  });
   if (status.ok()) {
     bytes_moved_ = copy_ns_ = update_ns_ = 0;
     bytes_before_ = progress_.transport().counters().payload_bytes_read;
@@ -216,8 +229,11 @@ void ConsumerEngine::producer_lost(std::uint32_t rank, const Status& why) {
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.producer_lost(now, rank, why, out); });
 }
 
-void ConsumerEngine::signals_acked(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
-  drive([&](std::int64_t now, ConsumerActions& out) { machine_.signals_acked(now, producer, sync_id, groups, out); });
+void ConsumerEngine::signals_acked(std::uint32_t producer, std::uint64_t sync_id,
+                                   const std::vector<std::uint32_t>& groups) {
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.signals_acked(now, producer, sync_id, groups, out);
+  });
 }
 
 void ConsumerEngine::tick() {
@@ -261,12 +277,17 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
       info.sums = std::move(ready->sums);
       for (ReadyEntry& entry : ready->entries) info.entries.push_back({entry.where, std::move(entry.stride)});
       if (info.path == Path::kPacked && !info.entries.empty()) info.bytes = info.entries[0].where.bytes;
-      drive([&](std::int64_t now, ConsumerActions& out) { machine_.ready(now, producer, pull, std::move(info), out); });
+      drive([&](std::int64_t now, ConsumerActions& out) {
+        machine_.ready(now, producer, pull, std::move(info), out);
+      });
       return true;
     }
     case HotType::kFail: {
-      const Status named = decode_status(payload, header.length).with_context(fmt::format("trainer {}", producer));
-      drive([&](std::int64_t now, ConsumerActions& out) { machine_.pull_failed(now, producer, pull, named, out); });
+      const Status named =
+          decode_status(payload, header.length).with_context(fmt::format("trainer {}", producer));
+      drive([&](std::int64_t now, ConsumerActions& out) {
+        machine_.pull_failed(now, producer, pull, named, out);
+      });
       return true;
     }
     case HotType::kFreeAck: {
@@ -314,7 +335,8 @@ void ConsumerEngine::on_read_done(ReadToken token, const Status& status) {
   });
 }
 
-// ---- actions ----------------------------------------------------------------------------------------------------------
+// ---- actions
+// ----------------------------------------------------------------------------------------------------------
 
 void ConsumerEngine::perform(ConsumerActions& actions) {
   for (ConsumerAction& action : actions) std::visit([this](const auto& each) { perform(each); }, action);
@@ -350,7 +372,9 @@ void ConsumerEngine::perform(const consumer_action::SendPull& action) {
   const Status named = status.with_context(fmt::format("trainer {}", producer));
   // Posted: the machine is in the middle of the event that asked for this pull.
   progress_.post([this, producer, pull, named] {
-    drive([&](std::int64_t now, ConsumerActions& out) { machine_.pull_failed(now, producer, pull, named, out); });
+    drive([&](std::int64_t now, ConsumerActions& out) {
+      machine_.pull_failed(now, producer, pull, named, out);
+    });
   });
 }
 
@@ -363,14 +387,18 @@ void ConsumerEngine::perform(const consumer_action::StartTransfer& action) {
   if (action.ready.entries.size() != 1 || action.ready.entries[0].where.bytes != run.bytes) {
     wrong = Status(StatusCode::kDataLoss,
                    fmt::format("trainer {} offers {} bytes for chunk {}, the plan says {}", action.producer,
-                               action.ready.entries.empty() ? 0 : action.ready.entries[0].where.bytes, action.chunk,
-                               run.bytes),
-                   {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .peer = fmt::format("trainer {}", action.producer)});
+                               action.ready.entries.empty() ? 0 : action.ready.entries[0].where.bytes,
+                               action.chunk, run.bytes),
+                   {.reason = Reason::kCorrupt,
+                    .fault = Fault::kPeer,
+                    .peer = fmt::format("trainer {}", action.producer)});
   }
   const EndpointId endpoint = endpoint_of(action.producer);
   if (wrong.ok() && endpoint == 0) {
     wrong = Status(StatusCode::kUnavailable, fmt::format("trainer {} is gone", action.producer),
-                   {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = fmt::format("trainer {}", action.producer)});
+                   {.reason = Reason::kPeerLost,
+                    .fault = Fault::kPeer,
+                    .peer = fmt::format("trainer {}", action.producer)});
   }
   if (!wrong.ok()) {
     progress_.post([this, token, wrong] { on_read_done(token, wrong); });
@@ -399,7 +427,9 @@ void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
       run(copy.program, slot + chunk.keys[copy.key].offset, parameters_[copy.parameter]->memory());
     }
     progress_.post([this, sync_id, chunk_id] {
-      drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk_id, Status(), out); });
+      drive([&](std::int64_t now, ConsumerActions& out) {
+        machine_.scatter_done(now, sync_id, chunk_id, Status(), out);
+      });
     });
   });
 }
@@ -409,7 +439,9 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
   const std::uint32_t chunk_id = action.chunk;
   const Chunk& chunk = plan_->chunks[chunk_id];
   const auto done = [this, sync_id, chunk_id](const Status& status) {
-    drive([&](std::int64_t now, ConsumerActions& out) { machine_.scatter_done(now, sync_id, chunk_id, status, out); });
+    drive([&](std::int64_t now, ConsumerActions& out) {
+      machine_.scatter_done(now, sync_id, chunk_id, status, out);
+    });
   };
 
   // One source per (run, entry): the first element of the tensor (or piece), mapped.
@@ -426,8 +458,9 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
     const std::vector<Location>& entries = action.ready[r].entries;
     std::vector<Source>& run_sources = sources->emplace_back();
     if (entries.size() != order.size()) {
-      wrong = Status(StatusCode::kDataLoss, fmt::format("trainer {} locates {} tensors of chunk {}, the plan names {}",
-                                                        producer, entries.size(), chunk_id, order.size()));
+      wrong = Status(StatusCode::kDataLoss,
+                     fmt::format("trainer {} locates {} tensors of chunk {}, the plan names {}", producer,
+                                 entries.size(), chunk_id, order.size()));
       break;
     }
     const EndpointId endpoint = endpoint_of(producer);
@@ -441,8 +474,9 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
                        {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .tensor = meta.name});
         break;
       }
-      auto mapping = endpoint == 0 ? Result<Transport::Mapping>(Status(StatusCode::kUnavailable, "the endpoint is gone"))
-                                   : progress_.transport().map(endpoint, entries[e].where);
+      auto mapping =
+          endpoint == 0 ? Result<Transport::Mapping>(Status(StatusCode::kUnavailable, "the endpoint is gone"))
+                        : progress_.transport().map(endpoint, entries[e].where);
       if (!mapping.ok()) {
         wrong = mapping.status().with_context(fmt::format("mapping {} of trainer {}", meta.name, producer));
         break;
@@ -470,8 +504,10 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
       }
       // A published view with strides of its own: its copy is compiled when it is met.
       const ChunkKey& key = chunk.keys[copy.key];
-      const PlannedScatter& scatter = chunk.scatters[static_cast<std::size_t>(&copy - prepared.copies.data())];
-      SourceLayout layout{tables_->metadata[key.name].dtype, source_shape(*tables_, key.name, key.piece), source.stride};
+      const PlannedScatter& scatter =
+          chunk.scatters[static_cast<std::size_t>(&copy - prepared.copies.data())];
+      SourceLayout layout{tables_->metadata[key.name].dtype, source_shape(*tables_, key.name, key.piece),
+                          source.stride};
       auto program = compile_copy(key.slice, layout, key.wire_dtype, destination_region(scatter.destination),
                                   scatter.destination.dtype);
       if (!program.ok()) {
@@ -479,10 +515,11 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
         break;
       }
       if (static_cast<std::uint64_t>(program->src_end) > source.bytes) {
-        status = Status(StatusCode::kDataLoss,
-                        fmt::format("the strides of {} leave the {} bytes it was published with",
-                                    tables_->metadata[key.name].name, source.bytes),
-                        {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .tensor = tables_->metadata[key.name].name});
+        status = Status(
+            StatusCode::kDataLoss,
+            fmt::format("the strides of {} leave the {} bytes it was published with",
+                        tables_->metadata[key.name].name, source.bytes),
+            {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .tensor = tables_->metadata[key.name].name});
         break;
       }
       run(*program, source.mapping.data, memory);
@@ -501,7 +538,9 @@ void ConsumerEngine::perform(const consumer_action::StartPost& action) {
   const std::uint32_t chunk_id = action.chunk;
   const auto finish = [this, sync_id, chunk_id](const Status& status) {
     progress_.post([this, sync_id, chunk_id, status] {
-      drive([&](std::int64_t now, ConsumerActions& out) { machine_.post_done(now, sync_id, chunk_id, status, out); });
+      drive([&](std::int64_t now, ConsumerActions& out) {
+        machine_.post_done(now, sync_id, chunk_id, status, out);
+      });
     });
   };
   if (chunks_[chunk_id].post_process.empty()) {
@@ -528,7 +567,9 @@ void ConsumerEngine::perform(const consumer_action::SendSignals& action) {
   }
   const std::vector<std::byte> payload = encode(std::vector<FreeEntry>{{plan_->consumer, action.groups}});
   // A send that fails is followed by on_closed: the producer is lost.
-  progress_.transport().send(endpoint, header(HotType::kFree, action.sync_id), payload.data(), payload.size()).ignore();
+  progress_.transport()
+      .send(endpoint, header(HotType::kFree, action.sync_id), payload.data(), payload.size())
+      .ignore();
 }
 
 void ConsumerEngine::perform(const consumer_action::UpdateDone& action) {

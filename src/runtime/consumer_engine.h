@@ -1,4 +1,5 @@
-// ConsumerEngine: binds one ConsumerMachine to a transport, memory and threads. docs/ARCHITECTURE.md, "A sync".
+// ConsumerEngine: binds one ConsumerMachine to a transport, memory and threads. docs/ARCHITECTURE.md, "A
+// sync".
 //
 // Confined to the progress thread once bound, except prepare(), which the caller's thread runs before.
 #pragma once
@@ -27,7 +28,8 @@ namespace shardpull {
 // What the engine needs from whoever owns it.
 struct ConsumerHooks {
   // Free signals for a producer without a hot endpoint.
-  std::function<void(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups)> signal_by_control;
+  std::function<void(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups)>
+      signal_by_control;
   // update() and finish_update() are over.
   std::function<void(std::uint64_t sync_id, const Status& status)> update_done;
   std::function<void(std::uint64_t sync_id, const Status& status)> finish_done;
@@ -36,9 +38,10 @@ struct ConsumerHooks {
 
 class ConsumerEngine {
  public:
-  ConsumerEngine(ProgressThread& progress, Model& model, const Recording& recording, std::shared_ptr<const InitTables> tables,
-                 std::shared_ptr<const WorkerPlan> plan, FleetToken token, Incarnation incarnation,
-                 std::int64_t stall_timeout_ns, ConsumerHooks hooks);
+  ConsumerEngine(ProgressThread& progress, Model& model, const Recording& recording,
+                 std::shared_ptr<const InitTables> tables, std::shared_ptr<const WorkerPlan> plan,
+                 FleetToken token, Incarnation incarnation, std::int64_t stall_timeout_ns,
+                 ConsumerHooks hooks);
   ~ConsumerEngine();  // stop() has been called, and the progress thread has stopped
 
   // Compiles every copy of the plan and allocates the receive ring. On the caller's thread.
@@ -79,17 +82,18 @@ class ConsumerEngine {
     std::uint32_t producer = 0;
     bool greeted = false;
   };
-  // One copy of a chunk, ready to run: `program` reads from the key's bytes (mapped: from the piece's first element).
+  // One copy of a chunk, ready to run: `program` reads from the key's bytes (mapped: from the piece's first
+  // element).
   struct PreparedCopy {
     std::uint32_t key = 0;
-    std::uint32_t entry = 0;       // mapped: index into the run's ReadyInfo::entries
+    std::uint32_t entry = 0;  // mapped: index into the run's ReadyInfo::entries
     std::uint16_t run = 0;
     std::uint32_t parameter = 0;
     CopyProgram program;
   };
   struct PreparedFill {
     std::uint32_t parameter = 0;
-    CopyProgram program;           // of a contiguous source: only its destination side is used
+    CopyProgram program;  // of a contiguous source: only its destination side is used
   };
   struct PreparedChunk {
     std::vector<PreparedCopy> copies;
@@ -105,8 +109,9 @@ class ConsumerEngine {
   };
 
   Status prepare_chunk(const Chunk& chunk, PreparedChunk& prepared);
-  Result<PreparedCopy> prepare_copy(const Chunk& chunk, const PlannedScatter& scatter,
-                                    const std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>>& entries);
+  Result<PreparedCopy> prepare_copy(
+      const Chunk& chunk, const PlannedScatter& scatter,
+      const std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>>& entries);
   void perform(ConsumerActions& actions);
   void perform(const consumer_action::SendPull& action);
   void perform(const consumer_action::StartTransfer& action);
@@ -133,9 +138,9 @@ class ConsumerEngine {
   const Incarnation incarnation_;
   const ConsumerHooks hooks_;
   ConsumerMachine machine_;
-  std::vector<Parameter*> parameters_;   // by Recording::parameters index
-  std::vector<Module*> modules_;         // by Recording::modules index
-  std::vector<PreparedChunk> chunks_;    // by chunk id
+  std::vector<Parameter*> parameters_;  // by Recording::parameters index
+  std::vector<Module*> modules_;        // by Recording::modules index
+  std::vector<PreparedChunk> chunks_;   // by chunk id
   LandingMemory receive_ring_;
   std::map<EndpointId, Endpoint> endpoints_;
   std::size_t greeted_ = 0;

@@ -11,8 +11,8 @@ Status ExportBuffers::allocate(Transport& transport, std::uint32_t count, std::u
   for (std::uint32_t i = 0; i < count; ++i) {
     auto memory = transport.allocate(bytes, "export buffer");
     if (!memory.ok()) {
-      return memory.status().with_context(
-          fmt::format("export buffer {} of {} (a smaller lookahead or export_pack_limit lowers it)", i + 1, count));
+      return memory.status().with_context(fmt::format(
+          "export buffer {} of {} (a smaller lookahead or export_pack_limit lowers it)", i + 1, count));
     }
     free_.push_back(buffers_.size());
     buffers_.push_back(std::move(memory).value());

@@ -19,26 +19,30 @@ Status bad_option(std::string_view field, std::string_view rule, const std::stri
 
 Result<std::uint64_t> token_from_environment() {
   const char* text = std::getenv("SHARDPULL_TOKEN");
-  const Status malformed(StatusCode::kInvalidArgument,
-                         "the environment variable SHARDPULL_TOKEN must hold the fleet token as 16 hexadecimal digits, not "
-                         "all zero",
-                         {.reason = Reason::kBadToken});
+  const Status malformed(
+      StatusCode::kInvalidArgument,
+      "the environment variable SHARDPULL_TOKEN must hold the fleet token as 16 hexadecimal digits, not "
+      "all zero",
+      {.reason = Reason::kBadToken});
   if (text == nullptr) return malformed;
   const std::string_view digits(text);
   std::uint64_t token = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), token, 16);
-  if (digits.size() != 16 || error != std::errc() || end != digits.data() + digits.size() || token == 0) return malformed;
+  if (digits.size() != 16 || error != std::errc() || end != digits.data() + digits.size() || token == 0)
+    return malformed;
   return token;
 }
 
 Status validate(const FleetOptions& options) {
-  if (options.directory.empty()) return bad_option("fleet.directory", "must name the fleet's directory", "empty");
+  if (options.directory.empty())
+    return bad_option("fleet.directory", "must name the fleet's directory", "empty");
   if (options.token == 0) return bad_option("fleet.token", "must be a random number", "0");
   if (options.connect_timeout_ms == 0) return bad_option("fleet.connect_timeout_ms", "must be >= 1", "0");
   if (options.stall_timeout_ms == 0) return bad_option("fleet.stall_timeout_ms", "must be >= 1", "0");
   if (options.heartbeat_ms == 0) return bad_option("fleet.heartbeat_ms", "must be >= 1", "0");
   if (options.dead_after_ms < 2 * options.heartbeat_ms) {
-    return bad_option("fleet.dead_after_ms", "must be at least two heartbeats", std::to_string(options.dead_after_ms));
+    return bad_option("fleet.dead_after_ms", "must be at least two heartbeats",
+                      std::to_string(options.dead_after_ms));
   }
   return {};
 }
@@ -96,7 +100,9 @@ void ControlRelay::post(ProgressThread::Task task) {
 }
 
 void ControlRelay::on_control(const Member& from, Incarnation incarnation, ControlBody body) {
-  post([this, from, incarnation, body = std::move(body)]() mutable { handlers_.message(from, incarnation, std::move(body)); });
+  post([this, from, incarnation, body = std::move(body)]() mutable {
+    handlers_.message(from, incarnation, std::move(body));
+  });
 }
 
 void ControlRelay::on_member_up(const Member& member, Incarnation incarnation) {
@@ -121,7 +127,8 @@ void MessageQueue::close(const Status& why) {
 
 Result<std::optional<FleetMessage>> MessageQueue::pop(std::uint64_t timeout_ms) {
   const std::int64_t deadline =
-      SystemClock::instance().now_ns() + static_cast<std::int64_t>(std::min<std::uint64_t>(timeout_ms, 1u << 30)) * kNanosPerMilli;
+      SystemClock::instance().now_ns() +
+      static_cast<std::int64_t>(std::min<std::uint64_t>(timeout_ms, 1u << 30)) * kNanosPerMilli;
   MutexLock lock(mutex_);
   while (messages_.empty() && !closed_) {
     const std::int64_t left = deadline - SystemClock::instance().now_ns();
@@ -130,7 +137,8 @@ Result<std::optional<FleetMessage>> MessageQueue::pop(std::uint64_t timeout_ms) 
   }
   if (messages_.empty()) {
     if (!closed_->ok()) return *closed_;
-    return Status(StatusCode::kUnavailable, "the fleet has ended: no message follows", {.reason = Reason::kShutdown});
+    return Status(StatusCode::kUnavailable, "the fleet has ended: no message follows",
+                  {.reason = Reason::kShutdown});
   }
   std::optional<FleetMessage> message(std::move(messages_.front()));
   messages_.pop_front();

@@ -1,5 +1,5 @@
-// What Trainer and Worker have in common: identity, the event queue between control threads and the progress thread, and
-// messages between the programs on top.
+// What Trainer and Worker have in common: identity, the event queue between control threads and the progress
+// thread, and messages between the programs on top.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +25,12 @@ ControlOptions control_options(const FleetOptions& options, const Member& self, 
 // "worker 3" or "trainer 1".
 Result<Member> member_from_string(const std::string& text);
 
-// How often machines are ticked: often enough for the stall watchdog's period, min(5 s, a tenth of its limit).
+// How often machines are ticked: often enough for the stall watchdog's period, min(5 s, a tenth of its
+// limit).
 std::int64_t tick_ns(const FleetOptions& options);
 
-// Turns control callbacks into tasks of the progress thread. Callbacks before open() are kept: a handler may send, and the
-// link exists only once its factory has returned.
+// Turns control callbacks into tasks of the progress thread. Callbacks before open() are kept: a handler may
+// send, and the link exists only once its factory has returned.
 class ControlRelay final : public ControlSink {
  public:
   // What the owner does with each event, on the progress thread.
@@ -38,7 +39,8 @@ class ControlRelay final : public ControlSink {
     std::function<void(const Member&, Incarnation)> up;
     std::function<void(const Member&, const Status&)> lost;
   };
-  ControlRelay(ProgressThread& progress, Handlers handlers) : progress_(progress), handlers_(std::move(handlers)) {}
+  ControlRelay(ProgressThread& progress, Handlers handlers)
+      : progress_(progress), handlers_(std::move(handlers)) {}
 
   void open();
 

@@ -14,7 +14,9 @@
 namespace shardpull {
 namespace {
 
-std::uint64_t align_up(std::uint64_t bytes) { return (bytes + kLayoutAlignment - 1) / kLayoutAlignment * kLayoutAlignment; }
+std::uint64_t align_up(std::uint64_t bytes) {
+  return (bytes + kLayoutAlignment - 1) / kLayoutAlignment * kLayoutAlignment;
+}
 
 bool is_row_major(const TensorView& view) {
   std::int64_t expected = 1;
@@ -40,7 +42,8 @@ Result<std::uint64_t> extent_of(const TensorView& view) {
 }  // namespace
 
 Status GroupPlacer::wrong(const std::string& what, const std::string& tensor) const {
-  return Status(StatusCode::kInvalidArgument, fmt::format("the weight source of trainer {}: {}", rank_.rank, what),
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("the weight source of trainer {}: {}", rank_.rank, what),
                 {.reason = Reason::kMetadataMismatch, .tensor = tensor});
 }
 
@@ -69,15 +72,17 @@ void GroupPlacer::begin_sync() {
 
 Status GroupPlacer::check_view(const TensorView& view, const TensorMeta& meta) const {
   if (view.dtype != meta.dtype) {
-    return wrong(fmt::format("{} is {}, the metadata says {}", meta.name, dtype_name(view.dtype), dtype_name(meta.dtype)),
+    return wrong(fmt::format("{} is {}, the metadata says {}", meta.name, dtype_name(view.dtype),
+                             dtype_name(meta.dtype)),
                  meta.name);
   }
   if (view.shape != meta.shape) {
-    return wrong(fmt::format("{} has shape [{}], the metadata says [{}]", meta.name, fmt::join(view.shape, ", "),
-                             fmt::join(meta.shape, ", ")),
+    return wrong(fmt::format("{} has shape [{}], the metadata says [{}]", meta.name,
+                             fmt::join(view.shape, ", "), fmt::join(meta.shape, ", ")),
                  meta.name);
   }
-  const bool negative = std::any_of(view.stride.begin(), view.stride.end(), [](std::int64_t stride) { return stride < 0; });
+  const bool negative =
+      std::any_of(view.stride.begin(), view.stride.end(), [](std::int64_t stride) { return stride < 0; });
   if (view.stride.size() != view.shape.size() || negative) {
     return wrong(fmt::format("{} has strides [{}] for shape [{}]", meta.name, fmt::join(view.stride, ", "),
                              fmt::join(view.shape, ", ")),
@@ -91,25 +96,28 @@ Status GroupPlacer::check_view(const TensorView& view, const TensorMeta& meta) c
                       *extent <= view.storage_bytes &&
                       static_cast<std::uint64_t>(view.data - view.storage) <= view.storage_bytes - *extent;
   if (!inside) {
-    return wrong(fmt::format("{} needs {} bytes, its storage of {} bytes does not hold them", meta.name, *extent,
-                             view.storage_bytes),
+    return wrong(fmt::format("{} needs {} bytes, its storage of {} bytes does not hold them", meta.name,
+                             *extent, view.storage_bytes),
                  meta.name);
   }
   return {};
 }
 
 Status GroupPlacer::check(const GroupTensors& tensors, std::uint32_t group) const {
-  if (tensors.group != group) return wrong(fmt::format("gave group {}, expected group {}", tensors.group, group));
+  if (tensors.group != group)
+    return wrong(fmt::format("gave group {}, expected group {}", tensors.group, group));
   const GatherGroup& span = rank_.groups[group];
   if (tensors.tensors.size() != span.count) {
-    return wrong(fmt::format("group {} has {} entries, expected {} (one per name)", group, tensors.tensors.size(), span.count));
+    return wrong(fmt::format("group {} has {} entries, expected {} (one per name)", group,
+                             tensors.tensors.size(), span.count));
   }
   for (std::uint32_t i = 0; i < span.count; ++i) {
     const NamedView& entry = tensors.tensors[i];
     const std::uint32_t name = span.first + i;
     const TensorMeta& meta = rank_.metadata[name];
     if (entry.name != name) {
-      return wrong(fmt::format("entry {} of group {} is name {}, expected {}", i, group, entry.name, name), meta.name);
+      return wrong(fmt::format("entry {} of group {} is name {}, expected {}", i, group, entry.name, name),
+                   meta.name);
     }
     if (entry.view.has_value() != rank_.held[name]) {
       return wrong(meta.name + (rank_.held[name] ? " is claimed as held and carries no tensor"
@@ -121,8 +129,9 @@ Status GroupPlacer::check(const GroupTensors& tensors, std::uint32_t group) cons
   return {};
 }
 
-Result<std::vector<ServedTensor>> GroupPlacer::place(const GroupTensors& tensors, std::uint32_t group,
-                                                     const std::vector<std::shared_ptr<ExportedMemory>>& memory) {
+Result<std::vector<ServedTensor>> GroupPlacer::place(
+    const GroupTensors& tensors, std::uint32_t group,
+    const std::vector<std::shared_ptr<ExportedMemory>>& memory) {
   ExportedMemory* buffer = nullptr;
   std::uint64_t filled = 0, group_bytes = 0;
   std::vector<ServedTensor> served;
@@ -142,8 +151,8 @@ Result<std::vector<ServedTensor>> GroupPlacer::place(const GroupTensors& tensors
       return view.data >= ref.address && view.data + extent <= ref.address + ref.bytes;
     });
     const bool contiguous = is_row_major(view);
-    // Small is judged by the storage. A tensor that plans take for small (they know names, not storages) whose storage is
-    // large and cannot be mapped is packed too: its plan may be to map it.
+    // Small is judged by the storage. A tensor that plans take for small (they know names, not storages)
+    // whose storage is large and cannot be mapped is packed too: its plan may be to map it.
     const bool small = bytes <= rank_.export_pack_limit &&
                        (view.storage_bytes <= rank_.export_pack_limit || home == memory.end());
     if (small) {
@@ -168,7 +177,8 @@ Result<std::vector<ServedTensor>> GroupPlacer::place(const GroupTensors& tensors
     if (!contiguous) tensor.view.location.stride = view.stride;
     if (home != memory.end()) {
       const MemoryRef& ref = (*home)->ref();
-      tensor.view.location.where = {ref.region, ref.generation, static_cast<std::uint64_t>(view.data - ref.address), extent};
+      tensor.view.location.where = {ref.region, ref.generation,
+                                    static_cast<std::uint64_t>(view.data - ref.address), extent};
     } else if (rank_.mappable) {
       const std::string& name = rank_.metadata[entry.name].name;
       return wrong(name + " is declared to lie in memory from Trainer::allocate and does not", name);

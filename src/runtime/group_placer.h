@@ -1,5 +1,5 @@
-// GroupPlacer: checks what a weight source yields, and decides where consumers read it: packed into an export buffer, in
-// place where peers can map it, or nowhere but through packs.
+// GroupPlacer: checks what a weight source yields, and decides where consumers read it: packed into an export
+// buffer, in place where peers can map it, or nowhere but through packs.
 //
 // Confined to the thread of send_weights.
 #pragma once
@@ -24,9 +24,9 @@ struct RankDescription {
   std::uint32_t rank = 0;
   std::vector<TensorMeta> metadata;
   std::vector<GatherGroup> groups;
-  std::vector<bool> held;                    // by name
-  std::vector<std::uint32_t> owned_groups;   // ascending
-  bool mappable = false;                     // WeightSource::in_engine_memory
+  std::vector<bool> held;                   // by name
+  std::vector<std::uint32_t> owned_groups;  // ascending
+  bool mappable = false;                    // WeightSource::in_engine_memory
   std::uint64_t export_pack_limit = 0;
 };
 
@@ -40,11 +40,12 @@ class GroupPlacer {
 
   // Forgets the figures of the last sync.
   void begin_sync();
-  // Checks a yielded group: the expected one, an entry per name, a view exactly for the names held, dtype and shape of the
-  // metadata, and a storage that holds every byte. Errors name tensor and rule.
+  // Checks a yielded group: the expected one, an entry per name, a view exactly for the names held, dtype and
+  // shape of the metadata, and a storage that holds every byte. Errors name tensor and rule.
   Status check(const GroupTensors& tensors, std::uint32_t group) const;
-  // Places a checked group: copies its small tensors (complete when this returns) and says where everything is. `memory`:
-  // what Trainer::allocate gave out and somebody still owns. The group counts as resident from here on.
+  // Places a checked group: copies its small tensors (complete when this returns) and says where everything
+  // is. `memory`: what Trainer::allocate gave out and somebody still owns. The group counts as resident from
+  // here on.
   Result<std::vector<ServedTensor>> place(const GroupTensors& tensors, std::uint32_t group,
                                           const std::vector<std::shared_ptr<ExportedMemory>>& memory);
   // Nobody reads the group any more. False when it was not resident.

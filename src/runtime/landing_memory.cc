@@ -25,7 +25,8 @@ LandingMemory::~LandingMemory() {
   if (data_ != nullptr) ::munmap(data_, bytes_);
 }
 
-Result<LandingMemory> LandingMemory::allocate(std::uint64_t bytes, std::string_view what, std::string_view setting) {
+Result<LandingMemory> LandingMemory::allocate(std::uint64_t bytes, std::string_view what,
+                                              std::string_view setting) {
   void* const address =
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (address == MAP_FAILED) {

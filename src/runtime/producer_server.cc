@@ -17,21 +17,31 @@ namespace {
 
 using PieceId = std::pair<std::uint32_t, std::uint32_t>;
 
-bool is_contiguous(const PublishedView& view) { return view.location.stride.empty(); }
+bool is_contiguous(const PublishedView& view) {
+  return view.location.stride.empty();
+}
 
 }  // namespace
 
-ProducerServer::ProducerServer(ProgressThread& progress, std::uint32_t rank, FleetToken token, Incarnation incarnation,
-                               ProducerHooks hooks)
-    : progress_(progress), rank_(rank), token_(token), incarnation_(incarnation), hooks_(std::move(hooks)), packs_(1) {}
+ProducerServer::ProducerServer(ProgressThread& progress, std::uint32_t rank, FleetToken token,
+                               Incarnation incarnation, ProducerHooks hooks)
+    : progress_(progress),
+      rank_(rank),
+      token_(token),
+      incarnation_(incarnation),
+      hooks_(std::move(hooks)),
+      packs_(1) {}
 
 ProducerServer::~ProducerServer() = default;
 
-void ProducerServer::stop() { packs_.stop(); }
+void ProducerServer::stop() {
+  packs_.stop();
+}
 
 void ProducerServer::add_memory(std::shared_ptr<ExportedMemory> memory) {
   for (const auto& [id, endpoint] : endpoints_) {
-    if (endpoint.consumer) progress_.transport().grant(id, memory).ignore();  // a broken endpoint reports on_closed
+    if (endpoint.consumer)
+      progress_.transport().grant(id, memory).ignore();  // a broken endpoint reports on_closed
   }
   memory_.push_back(std::move(memory));
 }
@@ -48,13 +58,15 @@ std::vector<std::shared_ptr<ExportedMemory>> ProducerServer::live_memory() {
 void ProducerServer::start(std::shared_ptr<const InitTables> tables, std::int64_t stall_timeout_ns,
                            bool fail_on_consumer_loss) {
   tables_ = std::move(tables);
-  machine_ = std::make_unique<ProducerMachine>(ProducerConfig{.rank = rank_,
-                                                              .tables = tables_,
-                                                              .stall_timeout_ns = stall_timeout_ns,
-                                                              .fail_on_consumer_loss = fail_on_consumer_loss});
+  machine_ =
+      std::make_unique<ProducerMachine>(ProducerConfig{.rank = rank_,
+                                                       .tables = tables_,
+                                                       .stall_timeout_ns = stall_timeout_ns,
+                                                       .fail_on_consumer_loss = fail_on_consumer_loss});
 }
 
-// ---- events -----------------------------------------------------------------------------------------------------------
+// ---- events
+// -----------------------------------------------------------------------------------------------------------
 
 template <typename Event>
 void ProducerServer::drive(Event event) {
@@ -64,12 +76,15 @@ void ProducerServer::drive(Event event) {
   perform(actions);
 }
 
-Status ProducerServer::begin_sync(std::uint64_t sync_id, std::uint64_t version, const std::vector<std::uint32_t>& live,
+Status ProducerServer::begin_sync(std::uint64_t sync_id, std::uint64_t version,
+                                  const std::vector<std::uint32_t>& live,
                                   const std::vector<std::uint32_t>& groups) {
   Status status;
   data_.clear();
   names_of_group_.clear();
-  drive([&](std::int64_t now, ProducerActions& out) { status = machine_->begin_sync(now, sync_id, version, live, groups, out); });
+  drive([&](std::int64_t now, ProducerActions& out) {
+    status = machine_->begin_sync(now, sync_id, version, live, groups, out);
+  });
   return status;
 }
 
@@ -83,7 +98,9 @@ Status ProducerServer::publish_group(std::uint32_t group, std::vector<ServedTens
     views.push_back(std::move(tensor.view));
   }
   Status status;
-  drive([&](std::int64_t now, ProducerActions& out) { status = machine_->publish_group(now, group, std::move(views), out); });
+  drive([&](std::int64_t now, ProducerActions& out) {
+    status = machine_->publish_group(now, group, std::move(views), out);
+  });
   return status;
 }
 
@@ -98,8 +115,9 @@ void ProducerServer::fail(std::uint64_t sync_id, const Status& why) {
 }
 
 void ProducerServer::reserve(std::uint32_t consumer, Incarnation incarnation, std::uint64_t slot_bytes,
-                             std::uint32_t ring_depth, std::uint32_t num_consumers, std::uint32_t workers_per_replica,
-                             const Digest128& digest, const std::vector<std::byte>& encoded) {
+                             std::uint32_t ring_depth, std::uint32_t num_consumers,
+                             std::uint32_t workers_per_replica, const Digest128& digest,
+                             const std::vector<std::byte>& encoded) {
   if (machine_ == nullptr) {
     hooks_.reserve_reply(consumer, Status(StatusCode::kFailedPrecondition,
                                           fmt::format("trainer {} has not finished trainer_init", rank_),
@@ -113,18 +131,22 @@ void ProducerServer::reserve(std::uint32_t consumer, Incarnation incarnation, st
   }
   programs_.clear();  // compiled again at the next pack; descriptions of a replaced worker do not pile up
   drive([&](std::int64_t now, ProducerActions& out) {
-    machine_->reserve(now, consumer, incarnation, slot_bytes, ring_depth, num_consumers, workers_per_replica, digest,
-                      std::move(*pulls), out);
+    machine_->reserve(now, consumer, incarnation, slot_bytes, ring_depth, num_consumers, workers_per_replica,
+                      digest, std::move(*pulls), out);
   });
 }
 
 void ProducerServer::signal(std::uint32_t consumer, Incarnation incarnation, std::uint64_t sync_id,
                             const std::vector<std::uint32_t>& groups) {
-  drive([&](std::int64_t now, ProducerActions& out) { machine_->signal(now, incarnation, sync_id, consumer, groups, out); });
+  drive([&](std::int64_t now, ProducerActions& out) {
+    machine_->signal(now, incarnation, sync_id, consumer, groups, out);
+  });
 }
 
 void ProducerServer::consumer_up(std::uint32_t consumer, Incarnation incarnation) {
-  drive([&](std::int64_t now, ProducerActions& out) { machine_->consumer_up(now, consumer, incarnation, out); });
+  drive([&](std::int64_t now, ProducerActions& out) {
+    machine_->consumer_up(now, consumer, incarnation, out);
+  });
 }
 
 void ProducerServer::consumer_lost(std::uint32_t consumer, const Status& why) {
@@ -139,9 +161,12 @@ void ProducerServer::shutdown() {
   drive([&](std::int64_t, ProducerActions& out) { machine_->shutdown(out); });
 }
 
-// ---- from the transport -----------------------------------------------------------------------------------------------
+// ---- from the transport
+// -----------------------------------------------------------------------------------------------
 
-void ProducerServer::on_accepted(EndpointId endpoint) { endpoints_[endpoint] = {}; }
+void ProducerServer::on_accepted(EndpointId endpoint) {
+  endpoints_[endpoint] = {};
+}
 
 void ProducerServer::refuse(EndpointId endpoint, const Status& why) {
   log_warn("closing a hot endpoint: {}", why.to_string());
@@ -154,7 +179,8 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
   if (found == endpoints_.end()) return;
   Endpoint& endpoint = found->second;
   if (header.token != token_) {
-    refuse(id, Status(StatusCode::kUnauthenticated, fmt::format("worker {} has another fleet token", header.consumer),
+    refuse(id, Status(StatusCode::kUnauthenticated,
+                      fmt::format("worker {} has another fleet token", header.consumer),
                       {.reason = Reason::kBadToken, .fault = Fault::kPeer}));
     return;
   }
@@ -165,16 +191,18 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
     std::uint32_t slice_format = 0;
     if (reader.u32(slice_format).ok() && slice_format != kSliceFormatVersion) {
       refused = Status(StatusCode::kFailedPrecondition,
-                       fmt::format("slice format versions differ: worker {} has {}, trainer {} has {}", header.consumer,
-                                   slice_format, rank_, kSliceFormatVersion),
+                       fmt::format("slice format versions differ: worker {} has {}, trainer {} has {}",
+                                   header.consumer, slice_format, rank_, kSliceFormatVersion),
                        {.reason = Reason::kVersionMismatch, .fault = Fault::kPeer});
     } else if (!reader.end().ok() || header.length == 0) {
-      refused = Status(StatusCode::kInvalidArgument, fmt::format("worker {} sent a malformed hello", header.consumer),
+      refused = Status(StatusCode::kInvalidArgument,
+                       fmt::format("worker {} sent a malformed hello", header.consumer),
                        {.reason = Reason::kVersionMismatch, .fault = Fault::kPeer});
     }
     if (refused.ok()) {
       for (const auto& memory : live_memory()) progress_.transport().grant(id, memory).ignore();
-      // The ring of its sharing group may exist already: its mates reserved before it, or it is a restarted worker.
+      // The ring of its sharing group may exist already: its mates reserved before it, or it is a restarted
+      // worker.
       if (tables_ != nullptr) {
         const auto ring = rings_.find(header.consumer % tables_->workers_per_replica);
         if (ring != rings_.end()) progress_.transport().grant(id, ring->second.memory).ignore();
@@ -189,23 +217,27 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
     progress_.transport().send(id, answer, why.data(), why.size()).ignore();
     return;
   }
-  if (!endpoint.consumer || *endpoint.consumer != header.consumer || endpoint.incarnation != header.incarnation) {
+  if (!endpoint.consumer || *endpoint.consumer != header.consumer ||
+      endpoint.incarnation != header.incarnation) {
     refuse(id, Status(StatusCode::kUnauthenticated,
-                      fmt::format("a message of worker {} on an endpoint that did not say hello as it", header.consumer),
+                      fmt::format("a message of worker {} on an endpoint that did not say hello as it",
+                                  header.consumer),
                       {.reason = Reason::kBadToken, .fault = Fault::kPeer}));
     return;
   }
   const std::uint32_t consumer = header.consumer;
   if (header.type == HotType::kPull) {
     const PullId pull{header.sync_id, consumer, header.target, header.run, header.attempt, header.seq};
-    drive([&](std::int64_t now, ProducerActions& out) { machine_->pull(now, header.incarnation, pull, out); });
+    drive(
+        [&](std::int64_t now, ProducerActions& out) { machine_->pull(now, header.incarnation, pull, out); });
   } else if (header.type == HotType::kFree) {
     auto entries = decode_free(payload, header.length);
     if (!entries.ok()) {
       refuse(id, entries.status());
       return;
     }
-    for (const FreeEntry& entry : *entries) signal(entry.consumer, header.incarnation, header.sync_id, entry.groups);
+    for (const FreeEntry& entry : *entries)
+      signal(entry.consumer, header.incarnation, header.sync_id, entry.groups);
   } else {
     refuse(id, Status(StatusCode::kInvalidArgument,
                       fmt::format("hot message type {} is not for a producer", static_cast<int>(header.type)),
@@ -218,7 +250,8 @@ void ProducerServer::on_closed(EndpointId endpoint, const Status&) {
   endpoints_.erase(endpoint);
 }
 
-// ---- actions ----------------------------------------------------------------------------------------------------------
+// ---- actions
+// ----------------------------------------------------------------------------------------------------------
 
 void ProducerServer::perform(ProducerActions& actions) {
   for (ProducerAction& action : actions) std::visit([this](auto& each) { perform(each); }, action);
@@ -238,7 +271,8 @@ void ProducerServer::perform(producer_action::AllocateRing& action) {
   Status status;
   if (!product) {
     status = Status(StatusCode::kInvalidArgument,
-                    fmt::format("a serve ring of {} slots of {} bytes does not fit an address space", action.slots, action.slot_bytes),
+                    fmt::format("a serve ring of {} slots of {} bytes does not fit an address space",
+                                action.slots, action.slot_bytes),
                     {.reason = Reason::kLimit, .fault = Fault::kPeer});
   } else if (bytes != 0) {
     auto memory = progress_.transport().allocate(bytes, "serve ring");
@@ -252,34 +286,42 @@ void ProducerServer::perform(producer_action::AllocateRing& action) {
         }
       }
     } else {
-      status = Status(memory.status().code(),
-                      fmt::format("{}: a serve ring of {} slots of {}; a smaller max_chunk_bytes or ring_depth lowers it",
-                                  memory.status().message(), action.slots, format_bytes(action.slot_bytes)),
-                      memory.status().info());
+      status = Status(
+          memory.status().code(),
+          fmt::format("{}: a serve ring of {} slots of {}; a smaller max_chunk_bytes or ring_depth lowers it",
+                      memory.status().message(), action.slots, format_bytes(action.slot_bytes)),
+          memory.status().info());
     }
   }
   progress_.post([this, sharing_group, status] {
-    drive([&](std::int64_t now, ProducerActions& out) { machine_->ring_allocated(now, sharing_group, status, out); });
+    drive([&](std::int64_t now, ProducerActions& out) {
+      machine_->ring_allocated(now, sharing_group, status, out);
+    });
   });
 }
 
-void ProducerServer::perform(producer_action::ReserveReply& action) { hooks_.reserve_reply(action.consumer, action.status); }
+void ProducerServer::perform(producer_action::ReserveReply& action) {
+  hooks_.reserve_reply(action.consumer, action.status);
+}
 
-Result<ProducerServer::Programs> ProducerServer::programs_for(const std::shared_ptr<const PullDescription>& pull,
-                                                              const std::vector<PublishedView>& sources) const {
+Result<ProducerServer::Programs> ProducerServer::programs_for(
+    const std::shared_ptr<const PullDescription>& pull, const std::vector<PublishedView>& sources) const {
   auto programs = std::make_shared<std::vector<CopyProgram>>();
   for (const ChunkKey& key : pull->keys) {
     const auto view = std::find_if(sources.begin(), sources.end(), [&](const PublishedView& each) {
       return each.name == key.name && each.piece == key.piece;
     });
     if (view == sources.end()) {
-      return Status(StatusCode::kInternal, fmt::format("{} is not published", tables_->metadata[key.name].name));
+      return Status(StatusCode::kInternal,
+                    fmt::format("{} is not published", tables_->metadata[key.name].name));
     }
     SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t numel, checked_numel(view->dtype, view->shape));
-    const SourceLayout layout = is_contiguous(*view) ? SourceLayout::contiguous(view->dtype, numel)
-                                                     : SourceLayout{view->dtype, view->shape, view->location.stride};
+    const SourceLayout layout = is_contiguous(*view)
+                                    ? SourceLayout::contiguous(view->dtype, numel)
+                                    : SourceLayout{view->dtype, view->shape, view->location.stride};
     const Region packed = contiguous_region(key.slice.numel());
-    SHARDPULL_ASSIGN_OR_RETURN(CopyProgram program, compile_copy(key.slice, layout, key.wire_dtype, packed, key.wire_dtype));
+    SHARDPULL_ASSIGN_OR_RETURN(CopyProgram program,
+                               compile_copy(key.slice, layout, key.wire_dtype, packed, key.wire_dtype));
     programs->push_back(std::move(program));
   }
   return Programs(std::move(programs));
@@ -289,7 +331,8 @@ void ProducerServer::perform(producer_action::Pack& action) {
   const std::uint64_t ticket = action.ticket;
   const auto finish = [this, ticket](const Status& status) {
     progress_.post([this, ticket, status] {
-      drive([&](std::int64_t now, ProducerActions& out) { machine_->pack_done(now, ticket, status, {}, out); });
+      drive(
+          [&](std::int64_t now, ProducerActions& out) { machine_->pack_done(now, ticket, status, {}, out); });
     });
   };
   const bool contiguous = std::all_of(action.sources.begin(), action.sources.end(), is_contiguous);
@@ -309,7 +352,8 @@ void ProducerServer::perform(producer_action::Pack& action) {
   for (const ChunkKey& key : action.pull->keys) {
     const auto found = data_.find({key.name, key.piece});
     if (found == data_.end()) {
-      finish(Status(StatusCode::kInternal, fmt::format("{} is not published", tables_->metadata[key.name].name)));
+      finish(Status(StatusCode::kInternal,
+                    fmt::format("{} is not published", tables_->metadata[key.name].name)));
       return;
     }
     data.push_back(found->second);
@@ -318,12 +362,14 @@ void ProducerServer::perform(producer_action::Pack& action) {
   std::byte* const slot = ring.memory->ref().address + action.slot * ring.slot_bytes;
   // `ring.memory` is held until the pack has ended: a ring that grows meanwhile is another one.
   packs_.post([pull = action.pull, programs, data = std::move(data), slot, memory = ring.memory, finish] {
-    for (std::size_t i = 0; i < pull->keys.size(); ++i) run((*programs)[i], data[i], slot + pull->keys[i].offset);
+    for (std::size_t i = 0; i < pull->keys.size(); ++i)
+      run((*programs)[i], data[i], slot + pull->keys[i].offset);
     finish(Status());
   });
 }
 
-void ProducerServer::reply(HotType type, Incarnation to, const PullId& pull, const std::vector<std::byte>& payload) {
+void ProducerServer::reply(HotType type, Incarnation to, const PullId& pull,
+                           const std::vector<std::byte>& payload) {
   HotHeader header;
   header.type = type;
   header.token = token_;
@@ -353,7 +399,9 @@ void ProducerServer::perform(producer_action::ReadyReply& action) {
   reply(HotType::kReady, action.incarnation, action.pull, encode(payload));
 }
 
-void ProducerServer::perform(producer_action::FailReply& action) { reply(HotType::kFail, action.incarnation, action.pull, encode(action.status)); }
+void ProducerServer::perform(producer_action::FailReply& action) {
+  reply(HotType::kFail, action.incarnation, action.pull, encode(action.status));
+}
 
 void ProducerServer::perform(producer_action::SignalAck& action) {
   const EndpointId endpoint = endpoint_of(action.consumer, action.incarnation);
@@ -377,10 +425,16 @@ void ProducerServer::perform(producer_action::GroupFreed& action) {
   hooks_.group_freed(action.group);
 }
 
-void ProducerServer::perform(producer_action::SyncEnded&) { hooks_.sync_ended(); }
+void ProducerServer::perform(producer_action::SyncEnded&) {
+  hooks_.sync_ended();
+}
 
-void ProducerServer::perform(producer_action::SyncFailed& action) { hooks_.sync_failed(action.sync_id, action.status); }
+void ProducerServer::perform(producer_action::SyncFailed& action) {
+  hooks_.sync_failed(action.sync_id, action.status);
+}
 
-void ProducerServer::perform(producer_action::SyncQuiet&) { hooks_.sync_quiet(); }
+void ProducerServer::perform(producer_action::SyncQuiet&) {
+  hooks_.sync_quiet();
+}
 
 }  // namespace shardpull

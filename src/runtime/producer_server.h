@@ -1,4 +1,5 @@
-// ProducerServer: binds one ProducerMachine to a transport, serve rings and the copy thread. docs/ARCHITECTURE.md, "A sync".
+// ProducerServer: binds one ProducerMachine to a transport, serve rings and the copy thread.
+// docs/ARCHITECTURE.md, "A sync".
 //
 // Confined to the progress thread, except where a method says otherwise.
 #pragma once
@@ -23,7 +24,8 @@ namespace shardpull {
 struct ProducerHooks {
   std::function<void(std::uint32_t consumer, const Status& status)> reserve_reply;
   // Acknowledges signals of a consumer without a hot endpoint.
-  std::function<void(std::uint32_t consumer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups)> ack_by_control;
+  std::function<void(std::uint32_t consumer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups)>
+      ack_by_control;
   std::function<void(std::uint32_t group)> group_freed;
   std::function<void()> sync_ended;
   std::function<void(std::uint64_t sync_id, const Status& status)> sync_failed;
@@ -39,13 +41,15 @@ struct ServedTensor {
 
 class ProducerServer {
  public:
-  ProducerServer(ProgressThread& progress, std::uint32_t rank, FleetToken token, Incarnation incarnation, ProducerHooks hooks);
+  ProducerServer(ProgressThread& progress, std::uint32_t rank, FleetToken token, Incarnation incarnation,
+                 ProducerHooks hooks);
   ~ProducerServer();
 
   // Memory consumers may map: granted to every endpoint, present and future, as long as somebody owns it.
   void add_memory(std::shared_ptr<ExportedMemory> memory);
   // The fleet's tables are known: pulls can be served from now on.
-  void start(std::shared_ptr<const InitTables> tables, std::int64_t stall_timeout_ns, bool fail_on_consumer_loss);
+  void start(std::shared_ptr<const InitTables> tables, std::int64_t stall_timeout_ns,
+             bool fail_on_consumer_loss);
   const Status& failure() const { return machine_->failure(); }
 
   Status begin_sync(std::uint64_t sync_id, std::uint64_t version, const std::vector<std::uint32_t>& live,
@@ -53,10 +57,11 @@ class ProducerServer {
   Status publish_group(std::uint32_t group, std::vector<ServedTensor> tensors);
   Status end_sync();
   void fail(std::uint64_t sync_id, const Status& why);
-  void reserve(std::uint32_t consumer, Incarnation incarnation, std::uint64_t slot_bytes, std::uint32_t ring_depth,
-               std::uint32_t num_consumers, std::uint32_t workers_per_replica, const Digest128& digest,
-               const std::vector<std::byte>& pulls);
-  void signal(std::uint32_t consumer, Incarnation incarnation, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups);
+  void reserve(std::uint32_t consumer, Incarnation incarnation, std::uint64_t slot_bytes,
+               std::uint32_t ring_depth, std::uint32_t num_consumers, std::uint32_t workers_per_replica,
+               const Digest128& digest, const std::vector<std::byte>& pulls);
+  void signal(std::uint32_t consumer, Incarnation incarnation, std::uint64_t sync_id,
+              const std::vector<std::uint32_t>& groups);
   void consumer_up(std::uint32_t consumer, Incarnation incarnation);
   void consumer_lost(std::uint32_t consumer, const Status& why);
   void tick();
@@ -114,10 +119,12 @@ class ProducerServer {
   std::unique_ptr<ProducerMachine> machine_;
   std::vector<std::weak_ptr<ExportedMemory>> memory_;
   std::map<EndpointId, Endpoint> endpoints_;
-  std::map<std::uint32_t, Ring> rings_;                                        // by sharing group
-  std::map<std::pair<std::uint32_t, std::uint32_t>, const std::byte*> data_;  // (name, piece) of published, unfreed groups
+  std::map<std::uint32_t, Ring> rings_;  // by sharing group
+  std::map<std::pair<std::uint32_t, std::uint32_t>, const std::byte*>
+      data_;  // (name, piece) of published, unfreed groups
   std::map<std::uint32_t, std::vector<std::pair<std::uint32_t, std::uint32_t>>> names_of_group_;
-  std::unordered_map<const PullDescription*, std::pair<std::shared_ptr<const PullDescription>, Programs>> programs_;
+  std::unordered_map<const PullDescription*, std::pair<std::shared_ptr<const PullDescription>, Programs>>
+      programs_;
   std::uint64_t ring_bytes_ = 0;
   JobThreads packs_;
 };

@@ -7,7 +7,8 @@
 namespace shardpull {
 
 ProgressThread::ProgressThread(std::unique_ptr<Transport> transport, TransportSink& sink, Task on_tick,
-                               std::function<void(const Status&)> on_broken, std::int64_t tick_ns, const Clock& clock)
+                               std::function<void(const Status&)> on_broken, std::int64_t tick_ns,
+                               const Clock& clock)
     : transport_(std::move(transport)),
       sink_(sink),
       on_tick_(std::move(on_tick)),
@@ -15,7 +16,9 @@ ProgressThread::ProgressThread(std::unique_ptr<Transport> transport, TransportSi
       tick_ns_(tick_ns),
       clock_(clock) {}
 
-ProgressThread::~ProgressThread() { stop(); }
+ProgressThread::~ProgressThread() {
+  stop();
+}
 
 void ProgressThread::start() {
   thread_ = std::thread([this] { loop(); });
@@ -95,7 +98,8 @@ void ProgressThread::loop() {
     }
     const Status status = transport_->progress(more || stopping ? 0 : next_tick - now, sink_);
     if (!status.ok()) {
-      // Not recoverable: nothing would be served any more. Waiters of run() learn it when their task is destroyed.
+      // Not recoverable: nothing would be served any more. Waiters of run() learn it when their task is
+      // destroyed.
       log_error("the transport stopped: {}", status.to_string());
       on_broken_(status.with_context("the transport stopped"));
       std::vector<Task> dropped;
@@ -111,7 +115,9 @@ JobThreads::JobThreads(unsigned threads) {
   for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { loop(); });
 }
 
-JobThreads::~JobThreads() { stop(); }
+JobThreads::~JobThreads() {
+  stop();
+}
 
 void JobThreads::post(std::function<void()> job) {
   MutexLock lock(mutex_);

@@ -20,16 +20,19 @@ class ProgressThread {
  public:
   using Task = std::function<void()>;
 
-  // `sink` receives the transport's callbacks and `on_tick` is called about every `tick_ns`, both on the thread, from
-  // start() until stop() has returned. `on_broken` is called once, on the thread, as its last act, if the transport breaks.
+  // `sink` receives the transport's callbacks and `on_tick` is called about every `tick_ns`, both on the
+  // thread, from start() until stop() has returned. `on_broken` is called once, on the thread, as its last
+  // act, if the transport breaks.
   ProgressThread(std::unique_ptr<Transport> transport, TransportSink& sink, Task on_tick,
                  std::function<void(const Status&)> on_broken, std::int64_t tick_ns, const Clock& clock);
   ~ProgressThread();  // stop()
 
   void start();
-  // Runs `task` on the thread, in the order posted. Thread-safe; never blocks. Tasks posted after stop() are dropped.
+  // Runs `task` on the thread, in the order posted. Thread-safe; never blocks. Tasks posted after stop() are
+  // dropped.
   void post(Task task);
-  // Posts and waits until it has run. Not from the thread itself. False when the thread has stopped and it did not run.
+  // Posts and waits until it has run. Not from the thread itself. False when the thread has stopped and it
+  // did not run.
   bool run(Task task);
   // Runs what is posted, then joins. Idempotent. Not from the thread itself.
   void stop();

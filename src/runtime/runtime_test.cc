@@ -1,6 +1,6 @@
-// Whole fleets inside one process: real machines, drivers, shm transport and gRPC control, one thread a rank. Goal: after
-// every sync each worker's parameters equal an independently cut slice, and every failure reaches everybody and leaves the
-// fleet able to run the next sync.
+// Whole fleets inside one process: real machines, drivers, shm transport and gRPC control, one thread a rank.
+// Goal: after every sync each worker's parameters equal an independently cut slice, and every failure reaches
+// everybody and leaves the fleet able to run the next sync.
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -24,7 +24,8 @@ namespace {
 constexpr std::int64_t kHidden = 48, kRows = 40;
 constexpr int kLayers = 5;
 
-// Layer names and shapes: a matrix cut by rows, one cut by columns, a replicated vector; an embedding and a norm outside.
+// Layer names and shapes: a matrix cut by rows, one cut by columns, a replicated vector; an embedding and a
+// norm outside.
 std::vector<TensorMeta> test_metadata() {
   std::vector<TensorMeta> metadata{{"embed.weight", DType::kBF16, {kRows, kHidden}}};
   for (int layer = 0; layer < kLayers; ++layer) {
@@ -39,14 +40,16 @@ std::vector<TensorMeta> test_metadata() {
 
 // The position code: byte `i` of `name` at `version`.
 std::byte code(std::uint32_t name, std::uint64_t version, std::uint64_t i) {
-  std::uint64_t x = (i / 8 + 1) * 0x9E3779B97F4A7C15ull ^ (name + 1) * 0xC2B2AE3D27D4EB4Full ^ (version + 1) * 0x165667B19E3779F9ull;
+  std::uint64_t x = (i / 8 + 1) * 0x9E3779B97F4A7C15ull ^ (name + 1) * 0xC2B2AE3D27D4EB4Full ^
+                    (version + 1) * 0x165667B19E3779F9ull;
   x ^= x >> 29;
   x *= 0xBF58476D1CE4E5B9ull;
   return static_cast<std::byte>(x >> (8 * (i % 8)));
 }
 
 std::uint64_t bytes_of_meta(const TensorMeta& meta) {
-  return *bytes_of(meta.dtype, std::accumulate(meta.shape.begin(), meta.shape.end(), std::int64_t{1}, std::multiplies<>()));
+  return *bytes_of(meta.dtype, std::accumulate(meta.shape.begin(), meta.shape.end(), std::int64_t{1},
+                                               std::multiplies<>()));
 }
 
 // One of `tp` workers. Each layer's "up" is cut by rows, "down" by columns; "embed" by rows.
@@ -94,16 +97,19 @@ class TestModel final : public Model {
 std::string first_difference(const Model& model, int rank, int tp, std::uint64_t version) {
   const std::vector<TensorMeta> metadata = test_metadata();
   for (std::uint32_t name = 0; name < metadata.size(); ++name) {
-    const std::string module = metadata[name].name.substr(0, metadata[name].name.size() - std::strlen(".weight"));
+    const std::string module =
+        metadata[name].name.substr(0, metadata[name].name.size() - std::strlen(".weight"));
     const std::byte* memory = model.find_module(module)->find("weight")->memory();
     std::vector<std::uint64_t> sources;  // source byte of each destination byte
     if (module.ends_with("up") || module == "embed") {
       const std::uint64_t bytes = bytes_of_meta(metadata[name]) / static_cast<std::uint64_t>(tp);
-      for (std::uint64_t i = 0; i < bytes; ++i) sources.push_back(static_cast<std::uint64_t>(rank) * bytes + i);
+      for (std::uint64_t i = 0; i < bytes; ++i)
+        sources.push_back(static_cast<std::uint64_t>(rank) * bytes + i);
     } else if (module.ends_with("down")) {
       const std::uint64_t row = 2 * kRows, part = row / static_cast<std::uint64_t>(tp);
       for (std::uint64_t r = 0; r < kHidden; ++r) {
-        for (std::uint64_t i = 0; i < part; ++i) sources.push_back(r * row + static_cast<std::uint64_t>(rank) * part + i);
+        for (std::uint64_t i = 0; i < part; ++i)
+          sources.push_back(r * row + static_cast<std::uint64_t>(rank) * part + i);
       }
     } else {
       for (std::uint64_t i = 0; i < bytes_of_meta(metadata[name]); ++i) sources.push_back(i);
@@ -123,12 +129,15 @@ struct SourceFault {
   enum Kind { kNone, kError, kEndsEarly, kSurplus, kDtype, kShape, kReleased, kMissing } kind = kNone;
 };
 
-// Holds the names of every group g with g % world == rank; one storage a tensor, in engine memory or in vectors.
+// Holds the names of every group g with g % world == rank; one storage a tensor, in engine memory or in
+// vectors.
 class TestSource final : public WeightSource {
  public:
   TestSource(Trainer* engine, std::uint32_t rank, std::uint32_t world, SourceFault fault) : fault_(fault) {
     metadata_ = test_metadata();
-    const auto group_of = [](std::uint32_t name) { return name == 0 ? 0u : name == 1 + 3 * kLayers ? kLayers + 1 : 1 + (name - 1) / 3; };
+    const auto group_of = [](std::uint32_t name) {
+      return name == 0 ? 0u : name == 1 + 3 * kLayers ? kLayers + 1 : 1 + (name - 1) / 3;
+    };
     for (std::uint32_t name = 0; name < metadata_.size(); ++name) {
       groups_.resize(group_of(name) + 1);
       groups_.back().push_back(name);
@@ -146,7 +155,8 @@ class TestSource final : public WeightSource {
   }
   void set_version(std::uint64_t version) {
     for (std::size_t i = 0; i < held_.size(); ++i) {
-      for (std::uint64_t b = 0; b < bytes_of_meta(metadata_[held_[i]]); ++b) memory_[i].data[b] = code(held_[i], version, b);
+      for (std::uint64_t b = 0; b < bytes_of_meta(metadata_[held_[i]]); ++b)
+        memory_[i].data[b] = code(held_[i], version, b);
     }
   }
   std::vector<TensorMeta> metadata() const override { return metadata_; }
@@ -160,7 +170,9 @@ class TestSource final : public WeightSource {
  private:
   class Stream final : public GroupStream {
    public:
-    Stream(TestSource& source, const SyncRequest& request) : source_(source), request_(request) { ++source_.streams; }
+    Stream(TestSource& source, const SyncRequest& request) : source_(source), request_(request) {
+      ++source_.streams;
+    }
     ~Stream() override { --source_.streams; }
     Result<std::optional<GroupTensors>> next() override {
       const bool faulty = static_cast<int>(request_.version) == source_.fault_.at_version && at_ == 1;
@@ -168,7 +180,8 @@ class TestSource final : public WeightSource {
       if (kind == SourceFault::kError) return Status(StatusCode::kInternal, "the gather broke");
       if (kind == SourceFault::kEndsEarly) return std::optional<GroupTensors>();
       const bool surplus = source_.fault_.kind == SourceFault::kSurplus &&
-                           static_cast<int>(request_.version) == source_.fault_.at_version && at_ == request_.groups.size();
+                           static_cast<int>(request_.version) == source_.fault_.at_version &&
+                           at_ == request_.groups.size();
       if (at_ == request_.groups.size() && !surplus) return std::optional<GroupTensors>();
       GroupTensors tensors;
       tensors.group = request_.groups[surplus ? 0 : at_++];
@@ -237,11 +250,13 @@ class Fleet {
   std::vector<Status> inits, serves, connects;
   std::vector<std::vector<Status>> syncs;  // by worker, in order
   std::vector<std::string> differences;
-  std::vector<SyncReport> reports;         // the sender's
+  std::vector<SyncReport> reports;  // the sender's
   std::vector<int> peak_resident, open_streams;
 
-  void run(const std::vector<std::uint64_t>& versions, const std::function<void(WorkerOptions&)>& change_worker = nullptr,
-           const std::function<void(TrainerOptions&)>& change_trainer = nullptr, std::uint32_t absent_trainer = ~0u) {
+  void run(const std::vector<std::uint64_t>& versions,
+           const std::function<void(WorkerOptions&)>& change_worker = nullptr,
+           const std::function<void(TrainerOptions&)>& change_trainer = nullptr,
+           std::uint32_t absent_trainer = ~0u) {
     sends.resize(given_.trainers);
     inits.resize(given_.trainers);
     peak_resident.assign(given_.trainers, 0);
@@ -301,21 +316,23 @@ class Fleet {
     auto worker = Worker::connect(options, *model);
     connects[id] = worker.status();
     if (!worker.ok()) return;
-    serves[id] = (*worker)->serve([&](std::uint64_t version, const Status& status, const WorkerReport& report) {
-      syncs[id].push_back(status);
-      // Even: the parameters are one version. After a failed sync only if it had not started here.
-      const bool even = (*worker)->version_guard().load() % 2 == 0;
-      EXPECT_TRUE(status.ok() ? even : !even || (*worker)->version().ok()) << status.to_string();
-      std::string difference;
-      if (status.ok()) {
-        difference = first_difference(*model, static_cast<int>(id), static_cast<int>(given_.workers), version);
-        EXPECT_EQ(report.bytes_moved, report.bytes_kept);
-        EXPECT_EQ(*(*worker)->version(), version);
-      }
-      if (!model->check_guards().ok()) difference += " guards";
-      MutexLock lock(mutex_);
-      if (!difference.empty()) differences.push_back(difference);
-    });
+    serves[id] =
+        (*worker)->serve([&](std::uint64_t version, const Status& status, const WorkerReport& report) {
+          syncs[id].push_back(status);
+          // Even: the parameters are one version. After a failed sync only if it had not started here.
+          const bool even = (*worker)->version_guard().load() % 2 == 0;
+          EXPECT_TRUE(status.ok() ? even : !even || (*worker)->version().ok()) << status.to_string();
+          std::string difference;
+          if (status.ok()) {
+            difference =
+                first_difference(*model, static_cast<int>(id), static_cast<int>(given_.workers), version);
+            EXPECT_EQ(report.bytes_moved, report.bytes_kept);
+            EXPECT_EQ(*(*worker)->version(), version);
+          }
+          if (!model->check_guards().ok()) difference += " guards";
+          MutexLock lock(mutex_);
+          if (!difference.empty()) differences.push_back(difference);
+        });
   }
 
   const FleetCase given_;
@@ -352,7 +369,8 @@ TEST(Runtime, exact_over_paths_depths_and_lookaheads) {
         given.path = path;
         given.lookahead = lookahead;
         given.ring_depth = ring_depth;
-        SCOPED_TRACE(std::to_string(static_cast<int>(path)) + " " + std::to_string(lookahead) + " " + std::to_string(ring_depth));
+        SCOPED_TRACE(std::to_string(static_cast<int>(path)) + " " + std::to_string(lookahead) + " " +
+                     std::to_string(ring_depth));
         expect_exact(given);
       }
     }
@@ -390,7 +408,8 @@ TEST(Runtime, foreign_memory_above_the_pack_limit_is_packed) {
   expect_exact(given);
 }
 
-// A source that breaks its promise fails the sync on every rank and worker, with a message that says what; the next sync works.
+// A source that breaks its promise fails the sync on every rank and worker, with a message that says what;
+// the next sync works.
 TEST(Runtime, case_095_a_broken_source_fails_one_sync_everywhere_and_the_next_one_works) {
   const std::vector<std::pair<SourceFault::Kind, std::string>> kinds{
       {SourceFault::kError, "the gather broke"},     {SourceFault::kEndsEarly, "ended before group"},
@@ -428,7 +447,8 @@ TEST(Runtime, a_worker_with_another_ring_depth_is_refused_naming_both) {
   fleet.run({0}, [](WorkerOptions& options) {
     if (options.consumer == 1) options.ring_depth = 3;
   });
-  EXPECT_NE(fleet.connects[1].message().find("ring_depth differs: worker 1 has 3, the trainers have 2"), std::string::npos)
+  EXPECT_NE(fleet.connects[1].message().find("ring_depth differs: worker 1 has 3, the trainers have 2"),
+            std::string::npos)
       << fleet.connects[1].to_string();
   EXPECT_NE(fleet.inits[0].message().find("worker 1"), std::string::npos) << fleet.inits[0].to_string();
 }
@@ -448,7 +468,8 @@ TEST(Runtime, trainers_with_other_settings_are_refused_naming_both) {
 TEST(Runtime, an_absent_trainer_is_named_within_the_timeout) {
   Fleet fleet({.connect_timeout_ms = 500});
   fleet.run({0}, nullptr, nullptr, 1);
-  EXPECT_NE(fleet.inits[0].message().find("trainer 1 to join"), std::string::npos) << fleet.inits[0].to_string();
+  EXPECT_NE(fleet.inits[0].message().find("trainer 1 to join"), std::string::npos)
+      << fleet.inits[0].to_string();
   for (const auto& status : fleet.connects) EXPECT_FALSE(status.ok());
 }
 

@@ -1,9 +1,10 @@
-// Trainer: one rank. Its progress thread runs three machines: ProducerMachine (in ProducerServer), TrainerMachine (the gather
-// loop's credit), and on rank 0 SenderMachine (the fleet's sync). The caller's thread of send_weights asks the source, packs
-// small tensors and waits.
+// Trainer: one rank. Its progress thread runs three machines: ProducerMachine (in ProducerServer),
+// TrainerMachine (the gather loop's credit), and on rank 0 SenderMachine (the fleet's sync). The caller's
+// thread of send_weights asks the source, packs small tensors and waits.
 //
-//   init:          TrainerJoin -> TrainerTable (a collective), then on the sender InitRequest -> InitPayload -> InitDone per worker
-//   send_weights:  SyncOpen -> begin -> [AskSource -> publish]* -> AskEnd -> end_sync -> RankEnded -> SyncClosed
+//   init:          TrainerJoin -> TrainerTable (a collective), then on the sender InitRequest -> InitPayload
+//   -> InitDone per worker send_weights:  SyncOpen -> begin -> [AskSource -> publish]* -> AskEnd -> end_sync
+//   -> RankEnded -> SyncClosed
 #include "shardpull/trainer.h"
 
 #include <algorithm>
@@ -51,8 +52,8 @@ Status check_options(const TrainerOptions& options) {
   if (options.workers_per_replica != 0 && options.workers_per_replica != workers &&
       options.workers_per_replica != options.num_consumers) {
     return bad_option("workers_per_replica",
-                      fmt::format("must be 0, {} (num_consumers / num_replicas) or {} (no slot sharing)", workers,
-                                  options.num_consumers),
+                      fmt::format("must be 0, {} (num_consumers / num_replicas) or {} (no slot sharing)",
+                                  workers, options.num_consumers),
                       options.workers_per_replica);
   }
   return {};
@@ -61,13 +62,15 @@ Status check_options(const TrainerOptions& options) {
 // A wait that only its event or the fleet's end finishes.
 constexpr std::uint64_t kNoLimit = UINT64_MAX;
 
-// The settings every rank must share; compared byte for byte in the collective, described for the error message.
+// The settings every rank must share; compared byte for byte in the collective, described for the error
+// message.
 std::string shared_settings(const TrainerOptions& options) {
   return fmt::format(
-      "world_size={} num_consumers={} num_replicas={} workers_per_replica={} ring_depth={} lookahead={} presize={} "
+      "world_size={} num_consumers={} num_replicas={} workers_per_replica={} ring_depth={} lookahead={} "
+      "presize={} "
       "export_pack_limit={} on_consumer_loss={}",
-      options.world_size, options.num_consumers, options.num_replicas, options.workers_per_replica, options.ring_depth,
-      options.lookahead, options.presize_bytes, options.export_pack_limit_bytes,
+      options.world_size, options.num_consumers, options.num_replicas, options.workers_per_replica,
+      options.ring_depth, options.lookahead, options.presize_bytes, options.export_pack_limit_bytes,
       options.on_consumer_loss == OnConsumerLoss::kFail ? "fail" : "continue");
 }
 
@@ -96,7 +99,8 @@ std::vector<std::uint32_t> WeightSource::held_names() const {
 struct Trainer::Impl final : TransportSink {
   explicit Impl(const TrainerOptions& given) : options(given), sender(given.rank == 0) {}
 
-  // ---- on the caller's thread -----------------------------------------------------------------------------------------
+  // ---- on the caller's thread
+  // -----------------------------------------------------------------------------------------
   Status start();
   Status describe(WeightSource& source);
   Status join(WeightSource& source);
@@ -112,12 +116,15 @@ struct Trainer::Impl final : TransportSink {
   Status expect_end(GroupStream& stream);
   void release(GroupStream* stream, std::uint32_t group);
   void stop(const std::string& reason);
-  // Waits on `wake` until `ready` (called with `mutex` held), the fleet's end, or `timeout_ms`; the error names `what`.
-  Status wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms, const std::function<std::string()>& what);
+  // Waits on `wake` until `ready` (called with `mutex` held), the fleet's end, or `timeout_ms`; the error
+  // names `what`.
+  Status wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms,
+                  const std::function<std::string()>& what);
   // Runs `event` on the progress thread and waits for it.
   void on_progress(const std::function<void()>& event);
 
-  // ---- on the progress thread -----------------------------------------------------------------------------------------
+  // ---- on the progress thread
+  // -----------------------------------------------------------------------------------------
   void on_control(const Member& from, Incarnation from_incarnation, ControlBody body);
   void on_lost(const Member& member, const Status& why);
   void on_tick();
@@ -161,15 +168,15 @@ struct Trainer::Impl final : TransportSink {
   // Confined to the progress thread.
   std::map<std::uint32_t, TrainerJoin> joins;
   bool joins_answered = false;
-  std::map<std::uint32_t, InitRequest> early_requests;        // sender: before the tables exist
-  std::set<std::uint32_t> ready_workers;                      // sender: InitDone OK and not lost since
+  std::map<std::uint32_t, InitRequest> early_requests;  // sender: before the tables exist
+  std::set<std::uint32_t> ready_workers;                // sender: InitDone OK and not lost since
   std::unique_ptr<TrainerMachine> trainer;
-  std::unique_ptr<SenderMachine> sync;                        // sender
-  std::uint64_t last_sync_id = 0;                             // sender
-  SyncReport report;                                          // of the running sync
-  std::vector<std::uint32_t> live;                            // sender: of the running sync
-  std::uint64_t running_sync = 0;                             // on this rank; 0 = none
-  bool failed = false;                                        // the running sync has failed on this rank
+  std::unique_ptr<SenderMachine> sync;  // sender
+  std::uint64_t last_sync_id = 0;       // sender
+  SyncReport report;                    // of the running sync
+  std::vector<std::uint32_t> live;      // sender: of the running sync
+  std::uint64_t running_sync = 0;       // on this rank; 0 = none
+  bool failed = false;                  // the running sync has failed on this rank
 
   mutable Mutex mutex;
   CondVar wake;
@@ -177,11 +184,12 @@ struct Trainer::Impl final : TransportSink {
   std::set<std::uint32_t> joined_ranks SHARDPULL_GUARDED_BY(mutex);  // sender
   std::optional<Status> table_status SHARDPULL_GUARDED_BY(mutex);
   std::map<std::uint32_t, InitDone> workers_done SHARDPULL_GUARDED_BY(mutex);
-  std::optional<Status> init_failure SHARDPULL_GUARDED_BY(mutex);  // sender: a member lost before init was over
-  std::optional<SyncOpen> opened SHARDPULL_GUARDED_BY(mutex);      // not yet taken by send_weights
-  std::deque<TrainerAction> work SHARDPULL_GUARDED_BY(mutex);      // for the caller of send_weights
+  std::optional<Status> init_failure
+      SHARDPULL_GUARDED_BY(mutex);                             // sender: a member lost before init was over
+  std::optional<SyncOpen> opened SHARDPULL_GUARDED_BY(mutex);  // not yet taken by send_weights
+  std::deque<TrainerAction> work SHARDPULL_GUARDED_BY(mutex);  // for the caller of send_weights
   std::optional<SyncClosed> closed SHARDPULL_GUARDED_BY(mutex);
-  std::optional<Status> ended SHARDPULL_GUARDED_BY(mutex);         // the fleet is over, OK or not
+  std::optional<Status> ended SHARDPULL_GUARDED_BY(mutex);  // the fleet is over, OK or not
 
   // The caller's thread.
   GroupPlacer placer{rank, clock};
@@ -189,7 +197,8 @@ struct Trainer::Impl final : TransportSink {
   bool initialised = false, stopped = false;
 };
 
-// ---- starting -----------------------------------------------------------------------------------------------------------
+// ---- starting
+// -----------------------------------------------------------------------------------------------------------
 
 Status Trainer::Impl::start() {
   SHARDPULL_RETURN_IF_ERROR(check_options(options));
@@ -200,15 +209,17 @@ Status Trainer::Impl::start() {
                                                  .incarnation = incarnation,
                                                  .self_name = fmt::format("trainer-{}", options.rank)}));
   SHARDPULL_ASSIGN_OR_RETURN(hot_address, transport->listen());
-  progress = std::make_unique<ProgressThread>(std::move(transport), *this, [this] { on_tick(); },
-                                              [this](const Status& why) { end(why); }, tick_ns(options.fleet), clock);
+  progress = std::make_unique<ProgressThread>(
+      std::move(transport), *this, [this] { on_tick(); }, [this](const Status& why) { end(why); },
+      tick_ns(options.fleet), clock);
 
   ProducerHooks hooks;
   hooks.reserve_reply = [this](std::uint32_t consumer, const Status& status) {
     ring_bytes = server->ring_bytes();
     send({Role::kWorker, consumer}, ReserveReply{status});
   };
-  hooks.ack_by_control = [this](std::uint32_t consumer, std::uint64_t sync_id, const std::vector<std::uint32_t>& freed) {
+  hooks.ack_by_control = [this](std::uint32_t consumer, std::uint64_t sync_id,
+                                const std::vector<std::uint32_t>& freed) {
     send({Role::kWorker, consumer}, FreeAck{sync_id, freed});
   };
   hooks.group_freed = [this](std::uint32_t group) {
@@ -221,31 +232,33 @@ Status Trainer::Impl::start() {
     drive_trainer([&](TrainerActions& out) { trainer->fail(why, out); });
   };
   hooks.sync_quiet = [this] { drive_trainer([&](TrainerActions& out) { trainer->producer_quiet(out); }); };
-  server = std::make_unique<ProducerServer>(*progress, options.rank, options.fleet.token, incarnation, std::move(hooks));
+  server = std::make_unique<ProducerServer>(*progress, options.rank, options.fleet.token, incarnation,
+                                            std::move(hooks));
   trainer = std::make_unique<TrainerMachine>(options.lookahead);
   if (sender) {
     const std::uint32_t per_replica = options.num_consumers / options.num_replicas;
-    sync = std::make_unique<SenderMachine>(
-        SenderConfig{.world_size = options.world_size,
-                     .num_consumers = options.num_consumers,
-                     .workers_per_replica = per_replica,
-                     .fail_on_consumer_loss = options.on_consumer_loss == OnConsumerLoss::kFail,
-                     .step_timeout_ns = static_cast<std::int64_t>(options.fleet.stall_timeout_ms) * kNanosPerMilli});
+    sync = std::make_unique<SenderMachine>(SenderConfig{
+        .world_size = options.world_size,
+        .num_consumers = options.num_consumers,
+        .workers_per_replica = per_replica,
+        .fail_on_consumer_loss = options.on_consumer_loss == OnConsumerLoss::kFail,
+        .step_timeout_ns = static_cast<std::int64_t>(options.fleet.stall_timeout_ms) * kNanosPerMilli});
   }
   relay = std::make_unique<ControlRelay>(
       *progress,
       ControlRelay::Handlers{
-          .message = [this](const Member& from, Incarnation from_incarnation, ControlBody body) {
-            on_control(from, from_incarnation, std::move(body));
-          },
-          .up = [this](const Member& member, Incarnation from_incarnation) {
-            if (member.role == Role::kWorker) server->consumer_up(member.id, from_incarnation);
-            if (sync) sync->member_up(member);
-          },
+          .message = [this](const Member& from, Incarnation from_incarnation,
+                            ControlBody body) { on_control(from, from_incarnation, std::move(body)); },
+          .up =
+              [this](const Member& member, Incarnation from_incarnation) {
+                if (member.role == Role::kWorker) server->consumer_up(member.id, from_incarnation);
+                if (sync) sync->member_up(member);
+              },
           .lost = [this](const Member& member, const Status& why) { on_lost(member, why); }});
   progress->start();
   if (sender) {
-    SHARDPULL_ASSIGN_OR_RETURN(control, start_grpc_hub(control_options(options.fleet, self, incarnation), *relay));
+    SHARDPULL_ASSIGN_OR_RETURN(control,
+                               start_grpc_hub(control_options(options.fleet, self, incarnation), *relay));
     relay->open();
   }
   return {};
@@ -266,7 +279,8 @@ Status Trainer::Impl::describe(WeightSource& given) {
   for (const std::uint32_t name : given.held_names()) {
     if (name >= rank.metadata.size()) {
       return Status(StatusCode::kInvalidArgument,
-                    fmt::format("trainer {} holds name {}, the model has {} names", options.rank, name, rank.metadata.size()),
+                    fmt::format("trainer {} holds name {}, the model has {} names", options.rank, name,
+                                rank.metadata.size()),
                     {.reason = Reason::kMetadataMismatch});
     }
     rank.held[name] = true;
@@ -274,7 +288,8 @@ Status Trainer::Impl::describe(WeightSource& given) {
   }
   for (std::uint32_t g = 0; g < rank.groups.size(); ++g) {
     const auto first = rank.held.begin() + rank.groups[g].first;
-    if (std::find(first, first + rank.groups[g].count, true) != first + rank.groups[g].count) rank.owned_groups.push_back(g);
+    if (std::find(first, first + rank.groups[g].count, true) != first + rank.groups[g].count)
+      rank.owned_groups.push_back(g);
   }
   // Registered once, here, while nothing moves.
   SHARDPULL_RETURN_IF_ERROR(placer.allocate(progress->transport(), options.lookahead + 1));
@@ -286,13 +301,15 @@ Status Trainer::Impl::describe(WeightSource& given) {
 
 Status Trainer::Impl::wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms,
                                const std::function<std::string()>& what) {
-  const std::int64_t deadline =
-      timeout_ms == kNoLimit ? INT64_MAX : clock.now_ns() + static_cast<std::int64_t>(timeout_ms) * kNanosPerMilli;
+  const std::int64_t deadline = timeout_ms == kNoLimit
+                                    ? INT64_MAX
+                                    : clock.now_ns() + static_cast<std::int64_t>(timeout_ms) * kNanosPerMilli;
   MutexLock lock(mutex);
   while (!ready()) {
     if (ended) {
       if (!ended->ok()) return *ended;
-      return Status(StatusCode::kUnavailable, fmt::format("the fleet ended while trainer {} waited for {}", options.rank, what()),
+      return Status(StatusCode::kUnavailable,
+                    fmt::format("the fleet ended while trainer {} waited for {}", options.rank, what()),
                     {.reason = Reason::kShutdown, .fault = Fault::kPeer});
     }
     const std::int64_t left = deadline - clock.now_ns();
@@ -311,7 +328,8 @@ Status Trainer::Impl::join(WeightSource& given) {
   if (!sender) {
     // The link comes up only now: a rank the fleet knows of has described itself.
     SHARDPULL_ASSIGN_OR_RETURN(
-        control, connect_grpc_control(control_options(options.fleet, {Role::kTrainer, options.rank}, incarnation), *relay));
+        control, connect_grpc_control(
+                     control_options(options.fleet, {Role::kTrainer, options.rank}, incarnation), *relay));
     relay->open();
   }
   TrainerJoin message;
@@ -321,11 +339,14 @@ Status Trainer::Impl::join(WeightSource& given) {
   message.settings = to_bytes(shared_settings(options));
   send(kSender, std::move(message));
   SHARDPULL_RETURN_IF_ERROR(wait_for(
-      [this]() SHARDPULL_REQUIRES(mutex) { return table_status.has_value() || init_failure.has_value(); }, options.fleet.connect_timeout_ms, [this]() SHARDPULL_REQUIRES(mutex) {
+      [this]() SHARDPULL_REQUIRES(mutex) { return table_status.has_value() || init_failure.has_value(); },
+      options.fleet.connect_timeout_ms,
+      [this]() SHARDPULL_REQUIRES(mutex) {
         if (!sender) return std::string("the table of trainers from trainer 0");
         std::string missing;
         for (std::uint32_t rank = 0; rank < options.world_size; ++rank) {
-          if (joined_ranks.count(rank) == 0) missing += fmt::format("{}trainer {}", missing.empty() ? "" : ", ", rank);
+          if (joined_ranks.count(rank) == 0)
+            missing += fmt::format("{}trainer {}", missing.empty() ? "" : ", ", rank);
         }
         return fmt::format("{} to join", missing);
       }));
@@ -342,11 +363,16 @@ Status Trainer::Impl::wait_for_workers() {
     return {};
   };
   SHARDPULL_RETURN_IF_ERROR(wait_for(
-      [&]() SHARDPULL_REQUIRES(mutex) { return init_failure.has_value() || workers_done.size() == options.num_consumers || !first_error().ok(); },
-      options.fleet.connect_timeout_ms, [this]() SHARDPULL_REQUIRES(mutex) {
+      [&]() SHARDPULL_REQUIRES(mutex) {
+        return init_failure.has_value() || workers_done.size() == options.num_consumers ||
+               !first_error().ok();
+      },
+      options.fleet.connect_timeout_ms,
+      [this]() SHARDPULL_REQUIRES(mutex) {
         std::string missing;
         for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker) {
-          if (workers_done.count(worker) == 0) missing += fmt::format("{}worker {}", missing.empty() ? "" : ", ", worker);
+          if (workers_done.count(worker) == 0)
+            missing += fmt::format("{}worker {}", missing.empty() ? "" : ", ", worker);
         }
         return fmt::format("{} to finish its init", missing);
       }));
@@ -356,14 +382,16 @@ Status Trainer::Impl::wait_for_workers() {
   return {};
 }
 
-// ---- the collective, on the sender's progress thread ----------------------------------------------------------------------
+// ---- the collective, on the sender's progress thread
+// ----------------------------------------------------------------------
 
 void Trainer::Impl::collect_join(std::uint32_t rank, TrainerJoin message) {
   if (joins_answered || rank >= options.world_size) {
     send({Role::kTrainer, rank},
          TrainerTable{Status(StatusCode::kFailedPrecondition,
                              joins_answered ? "the collective of trainer_init is over: trainers do not rejoin"
-                                            : fmt::format("rank {} is out of range: world_size is {}", rank, options.world_size),
+                                            : fmt::format("rank {} is out of range: world_size is {}", rank,
+                                                          options.world_size),
                              {.reason = Reason::kWrongState}),
                       {}});
     return;
@@ -396,9 +424,10 @@ Result<InitTables> Trainer::Impl::resolve() {
   for (const auto& [rank, message] : joins) {
     const std::string theirs = to_text(message.settings);
     if (theirs != mine) {
-      return Status(StatusCode::kFailedPrecondition,
-                    fmt::format("trainer {} has other settings than trainer 0: [{}] against [{}]", rank, theirs, mine),
-                    {.reason = Reason::kSettingMismatch});
+      return Status(
+          StatusCode::kFailedPrecondition,
+          fmt::format("trainer {} has other settings than trainer 0: [{}] against [{}]", rank, theirs, mine),
+          {.reason = Reason::kSettingMismatch});
     }
     auto decoded = decode_holding(message.holding.data(), message.holding.size());
     if (!decoded.ok()) return decoded.status().with_context(fmt::format("what trainer {} holds", rank));
@@ -411,8 +440,9 @@ Result<InitTables> Trainer::Impl::resolve() {
   for (const GatherGroup& group : rank.groups) resolved.group_lens.push_back(group.count);
   resolved.num_consumers = options.num_consumers;
   resolved.num_replicas = options.num_replicas;
-  resolved.workers_per_replica =
-      options.workers_per_replica != 0 ? options.workers_per_replica : options.num_consumers / options.num_replicas;
+  resolved.workers_per_replica = options.workers_per_replica != 0
+                                     ? options.workers_per_replica
+                                     : options.num_consumers / options.num_replicas;
   resolved.ring_depth = options.ring_depth;
   resolved.presize = options.presize_bytes;
   resolved.export_pack_limit = options.export_pack_limit_bytes;
@@ -441,7 +471,8 @@ void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitReques
   }
   if (current == nullptr) {
     if (joins_answered) {
-      send({Role::kWorker, consumer}, InitPayload{Status(StatusCode::kFailedPrecondition, "trainer_init failed"), {}});
+      send({Role::kWorker, consumer},
+           InitPayload{Status(StatusCode::kFailedPrecondition, "trainer_init failed"), {}});
     } else {
       early_requests[consumer] = request;
     }
@@ -450,16 +481,17 @@ void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitReques
   Status status;
   if (consumer >= current->num_consumers) {
     status = Status(StatusCode::kInvalidArgument,
-                    fmt::format("worker {} is out of range: the fleet has {} workers, numbered from 0", consumer,
-                                current->num_consumers),
+                    fmt::format("worker {} is out of range: the fleet has {} workers, numbered from 0",
+                                consumer, current->num_consumers),
                     {.reason = Reason::kSettingMismatch});
   } else if (request.ring_depth != 0 && request.ring_depth != current->ring_depth) {
     status = Status(StatusCode::kFailedPrecondition,
-                    fmt::format("ring_depth differs: worker {} has {}, the trainers have {}", consumer, request.ring_depth,
-                                current->ring_depth),
+                    fmt::format("ring_depth differs: worker {} has {}, the trainers have {}", consumer,
+                                request.ring_depth, current->ring_depth),
                     {.reason = Reason::kSettingMismatch});
   }
-  send({Role::kWorker, consumer}, InitPayload{status, status.ok() ? encode_tables(*current) : std::vector<std::byte>{}});
+  send({Role::kWorker, consumer},
+       InitPayload{status, status.ok() ? encode_tables(*current) : std::vector<std::byte>{}});
 }
 
 void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
@@ -469,7 +501,8 @@ void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
   wake.notify_all();
 }
 
-// ---- control events -------------------------------------------------------------------------------------------------------
+// ---- control events
+// -------------------------------------------------------------------------------------------------------
 
 void Trainer::Impl::end(const Status& why) {
   messages.close(why);
@@ -483,9 +516,13 @@ void Trainer::Impl::on_lost(const Member& member, const Status& why) {
   if (member.role == Role::kWorker) {
     server->consumer_lost(member.id, named);
     ready_workers.erase(member.id);
-    if (sync) drive_sender([&](std::int64_t now, SenderActions& out) { sync->consumer_lost(now, member.id, named, out); });
+    if (sync)
+      drive_sender(
+          [&](std::int64_t now, SenderActions& out) { sync->consumer_lost(now, member.id, named, out); });
   } else {
-    if (sync) drive_sender([&](std::int64_t now, SenderActions& out) { sync->rank_lost(now, member.id, named, out); });
+    if (sync)
+      drive_sender(
+          [&](std::int64_t now, SenderActions& out) { sync->rank_lost(now, member.id, named, out); });
     if (running_sync != 0) server->fail(running_sync, named);
   }
   if (member == kSender) end(named);
@@ -493,7 +530,8 @@ void Trainer::Impl::on_lost(const Member& member, const Status& why) {
   MutexLock lock(mutex);
   // A worker that failed its init has told us why; that it is gone then is no news.
   const auto done = workers_done.find(member.id);
-  const bool explained = member.role == Role::kWorker && done != workers_done.end() && !done->second.status.ok();
+  const bool explained =
+      member.role == Role::kWorker && done != workers_done.end() && !done->second.status.ok();
   if (!init_failure && !explained) init_failure = named;
   wake.notify_all();
 }
@@ -509,13 +547,16 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
   if (auto* message = std::get_if<UserMessage>(&body)) {
     messages.push({to_string(from), std::move(message->topic), std::move(message->body)});
   } else if (auto* message = std::get_if<Reserve>(&body); message && !from_trainer) {
-    server->reserve(from.id, from_incarnation, message->slot_bytes, message->ring_depth, message->num_consumers,
-                    message->workers_per_replica, {message->digest_low, message->digest_high}, message->pulls);
+    server->reserve(from.id, from_incarnation, message->slot_bytes, message->ring_depth,
+                    message->num_consumers, message->workers_per_replica,
+                    {message->digest_low, message->digest_high}, message->pulls);
   } else if (auto* message = std::get_if<FreeGroups>(&body); message && !from_trainer) {
     server->signal(from.id, from_incarnation, message->sync_id, message->groups);
   } else if (auto* message = std::get_if<SyncFailed>(&body)) {
     if (sync) {
-      drive_sender([&](std::int64_t, SenderActions& out) { sync->failed(now, from, message->sync_id, message->status, out); });
+      drive_sender([&](std::int64_t, SenderActions& out) {
+        sync->failed(now, from, message->sync_id, message->status, out);
+      });
     }
     // The sender decides for everybody: only its word fails this rank.
     if (from == kSender) server->fail(message->sync_id, message->status);
@@ -563,7 +604,8 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
       std::uint64_t kept = 0;
       {
         MutexLock lock(mutex);
-        if (const auto done = workers_done.find(from.id); done != workers_done.end()) kept = done->second.bytes_kept;
+        if (const auto done = workers_done.find(from.id); done != workers_done.end())
+          kept = done->second.bytes_kept;
       }
       report.workers.push_back({from.id, kept, message->bytes_moved, message->update_ns, message->copy_ns});
     }
@@ -575,10 +617,12 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
       sync->finished(now, from.id, message->sync_id, message->status.with_context(to_string(from)), out);
     });
   } else if (auto* message = std::get_if<SyncBegan>(&body); message && from_trainer) {
-    drive_sender([&](std::int64_t, SenderActions& out) { sync->rank_began(now, from.id, message->sync_id, out); });
+    drive_sender(
+        [&](std::int64_t, SenderActions& out) { sync->rank_began(now, from.id, message->sync_id, out); });
   } else if (auto* message = std::get_if<RankEnded>(&body); message && from_trainer) {
     if (message->sync_id == report.sync_id) {
-      report.ranks.push_back({from.id, message->export_ns, message->export_bytes, message->peak_resident_bytes});
+      report.ranks.push_back(
+          {from.id, message->export_ns, message->export_bytes, message->peak_resident_bytes});
     }
     drive_sender([&](std::int64_t, SenderActions& out) {
       sync->rank_ended(now, from.id, message->sync_id, message->status, out);
@@ -588,7 +632,8 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
   }
 }
 
-// ---- machines ---------------------------------------------------------------------------------------------------------
+// ---- machines
+// ---------------------------------------------------------------------------------------------------------
 
 template <typename Event>
 void Trainer::Impl::drive_trainer(Event event) {
@@ -635,36 +680,43 @@ void Trainer::Impl::perform(const SenderAction& action) {
   }
 }
 
-// ---- send_weights, on the caller's thread -----------------------------------------------------------------------------------
+// ---- send_weights, on the caller's thread
+// -----------------------------------------------------------------------------------
 
-void Trainer::Impl::on_progress(const std::function<void()>& event) { progress->run(event); }
+void Trainer::Impl::on_progress(const std::function<void()>& event) {
+  progress->run(event);
+}
 
 std::vector<std::uint32_t> Trainer::Impl::whole_replicas() const {
   const std::uint32_t per_replica = options.num_consumers / options.num_replicas;
   std::vector<std::uint32_t> whole;
   for (std::uint32_t first = 0; first < options.num_consumers; first += per_replica) {
     const auto from = ready_workers.lower_bound(first), to = ready_workers.lower_bound(first + per_replica);
-    if (std::distance(from, to) == static_cast<std::ptrdiff_t>(per_replica)) whole.insert(whole.end(), from, to);
+    if (std::distance(from, to) == static_cast<std::ptrdiff_t>(per_replica))
+      whole.insert(whole.end(), from, to);
   }
   return whole;
 }
 
 Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
-  SHARDPULL_RETURN_IF_ERROR(wait_for([this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, options.fleet.stall_timeout_ms, [&] {
-    return fmt::format("trainer 0 to open the sync of version {}", version);
-  }));
+  SHARDPULL_RETURN_IF_ERROR(wait_for(
+      [this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, options.fleet.stall_timeout_ms,
+      [&] { return fmt::format("trainer 0 to open the sync of version {}", version); }));
   MutexLock lock(mutex);
   open = std::move(*opened);
   opened.reset();
   // A sync that failed before this rank came to it has been closed already; its verdict is kept.
   if (closed && closed->sync_id != open.sync_id) closed.reset();
-  if (closed) return closed->status.ok() ? Status(StatusCode::kInternal, "a sync was closed before this rank ended") : closed->status;
+  if (closed)
+    return closed->status.ok() ? Status(StatusCode::kInternal, "a sync was closed before this rank ended")
+                               : closed->status;
   return {};
 }
 
 Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
   if (!initialised || stopped) {
-    return Status(StatusCode::kFailedPrecondition, stopped ? "the trainer has been shut down" : "send_weights before init",
+    return Status(StatusCode::kFailedPrecondition,
+                  stopped ? "the trainer has been shut down" : "send_weights before init",
                   {.reason = Reason::kWrongState});
   }
   const std::int64_t started = clock.now_ns();
@@ -679,7 +731,9 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
       report = {};
       report.sync_id = ++last_sync_id;
       report.version = version;
-      drive_sender([&](std::int64_t now, SenderActions& out) { status = sync->begin(now, report.sync_id, live, out); });
+      drive_sender([&](std::int64_t now, SenderActions& out) {
+        status = sync->begin(now, report.sync_id, live, out);
+      });
     });
     SHARDPULL_RETURN_IF_ERROR(status);
   }
@@ -688,19 +742,21 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
   if (!status.ok()) return status;
   if (open.version != version) {
     status = Status(StatusCode::kFailedPrecondition,
-                    fmt::format("trainer {} sends version {}, trainer 0 opened sync {} of version {}", options.rank, version,
-                                open.sync_id, open.version),
+                    fmt::format("trainer {} sends version {}, trainer 0 opened sync {} of version {}",
+                                options.rank, version, open.sync_id, open.version),
                     {.reason = Reason::kSettingMismatch});
   }
   placer.begin_sync();
   if (status.ok()) status = gather_loop(open);
 
-  const RankReport mine{options.rank, placer.export_ns(), placer.export_bytes(), placer.peak_resident_bytes()};
+  const RankReport mine{options.rank, placer.export_ns(), placer.export_bytes(),
+                        placer.peak_resident_bytes()};
   send(kSender, RankEnded{open.sync_id, status, mine.export_ns, mine.export_bytes, mine.peak_resident_bytes});
-  // No limit of its own: the other ranks may take long. The sender bounds every step of the sync and its loss ends the fleet.
+  // No limit of its own: the other ranks may take long. The sender bounds every step of the sync and its loss
+  // ends the fleet.
   const Status verdict = wait_for(
-      [&]() SHARDPULL_REQUIRES(mutex) { return closed.has_value() && closed->sync_id == open.sync_id; }, kNoLimit,
-      [&] { return fmt::format("trainer 0 to close sync {}", open.sync_id); });
+      [&]() SHARDPULL_REQUIRES(mutex) { return closed.has_value() && closed->sync_id == open.sync_id; },
+      kNoLimit, [&] { return fmt::format("trainer 0 to close sync {}", open.sync_id); });
   on_progress([&] { running_sync = 0; });
   SHARDPULL_RETURN_IF_ERROR(verdict);
   SyncReport result;
@@ -727,7 +783,8 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
 
 Status Trainer::Impl::gather_loop(const SyncOpen& open) {
   auto stream = source->iter_groups({open.sync_id, open.version, rank.owned_groups});
-  if (!stream.ok()) return stream.status().with_context(fmt::format("the weight source of trainer {}", options.rank));
+  if (!stream.ok())
+    return stream.status().with_context(fmt::format("the weight source of trainer {}", options.rank));
   std::unique_ptr<GroupStream> groups_stream = std::move(stream).value();
 
   Status status;
@@ -736,7 +793,9 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
     failed = false;
     status = server->begin_sync(open.sync_id, open.version, open.live_consumers, rank.owned_groups);
     if (!status.ok()) return;
-    if (!failed) drive_trainer([&](TrainerActions& out) { status = trainer->begin(open.sync_id, rank.owned_groups, out); });
+    if (!failed)
+      drive_trainer(
+          [&](TrainerActions& out) { status = trainer->begin(open.sync_id, rank.owned_groups, out); });
     if (failed) status = server->failure();
     if (!status.ok()) {
       server->fail(open.sync_id, status);
@@ -757,10 +816,12 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
     std::optional<TrainerAction> action;
     {
       MutexLock lock(mutex);
-      // Bounded by the watchdogs: of the producer while the sync runs, of the sender's steps, of the heartbeats.
+      // Bounded by the watchdogs: of the producer while the sync runs, of the sender's steps, of the
+      // heartbeats.
       while (work.empty() && !ended) wake.wait_for_ns(mutex, kNanosPerSecond);
       if (work.empty()) {
-        status = ended->ok() ? Status(StatusCode::kUnavailable, "the fleet ended during the sync", {.reason = Reason::kShutdown})
+        status = ended->ok() ? Status(StatusCode::kUnavailable, "the fleet ended during the sync",
+                                      {.reason = Reason::kShutdown})
                              : *ended;
       } else {
         action = std::move(work.front());
@@ -809,12 +870,13 @@ std::vector<std::shared_ptr<ExportedMemory>> Trainer::Impl::owned_memory() {
 Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
   auto next = stream.next();
   if (!next.ok()) {
-    return next.status().with_context(fmt::format("the weight source of trainer {} at group {}", options.rank, group));
+    return next.status().with_context(
+        fmt::format("the weight source of trainer {} at group {}", options.rank, group));
   }
   if (!next->has_value()) {
     return Status(StatusCode::kInvalidArgument,
-                  fmt::format("the weight source of trainer {} ended before group {} ({})", options.rank, group,
-                              rank.metadata[rank.groups[group].first].name),
+                  fmt::format("the weight source of trainer {} ended before group {} ({})", options.rank,
+                              group, rank.metadata[rank.groups[group].first].name),
                   {.reason = Reason::kMetadataMismatch});
   }
   const GroupTensors& tensors = **next;
@@ -846,11 +908,14 @@ Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
 
 Status Trainer::Impl::expect_end(GroupStream& stream) {
   auto next = stream.next();
-  if (!next.ok()) return next.status().with_context(fmt::format("the weight source of trainer {} at its end", options.rank));
+  if (!next.ok())
+    return next.status().with_context(
+        fmt::format("the weight source of trainer {} at its end", options.rank));
   if (next->has_value()) {
     stream.released((*next)->group);
     return Status(StatusCode::kInvalidArgument,
-                  fmt::format("the weight source of trainer {} gave group {} after its last one", options.rank, (*next)->group),
+                  fmt::format("the weight source of trainer {} gave group {} after its last one",
+                              options.rank, (*next)->group),
                   {.reason = Reason::kMetadataMismatch});
   }
   return {};
@@ -860,8 +925,10 @@ void Trainer::Impl::stop(const std::string& reason) {
   if (stopped) return;
   stopped = true;
   if (progress && sender && control) {
-    for (std::uint32_t rank = 1; rank < options.world_size; ++rank) send({Role::kTrainer, rank}, Shutdown{reason});
-    for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker) send({Role::kWorker, worker}, Shutdown{reason});
+    for (std::uint32_t rank = 1; rank < options.world_size; ++rank)
+      send({Role::kTrainer, rank}, Shutdown{reason});
+    for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker)
+      send({Role::kWorker, worker}, Shutdown{reason});
   }
   if (progress) progress->run([this] { server->shutdown(); });
   if (server) server->stop();
@@ -870,11 +937,14 @@ void Trainer::Impl::stop(const std::string& reason) {
   end(Status());
 }
 
-// ---- the public face ------------------------------------------------------------------------------------------------------
+// ---- the public face
+// ------------------------------------------------------------------------------------------------------
 
 Trainer::Trainer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-Trainer::~Trainer() { shutdown(); }
+Trainer::~Trainer() {
+  shutdown();
+}
 
 Result<std::unique_ptr<Trainer>> Trainer::create(const TrainerOptions& options) {
   std::unique_ptr<Trainer> trainer(new Trainer(std::make_unique<Impl>(options)));
@@ -883,7 +953,8 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const TrainerOptions& options) 
 }
 
 Result<EngineMemory> Trainer::allocate(std::uint64_t bytes, const std::string& what) {
-  SHARDPULL_ASSIGN_OR_RETURN(std::shared_ptr<ExportedMemory> memory, impl_->progress->transport().allocate(bytes, what));
+  SHARDPULL_ASSIGN_OR_RETURN(std::shared_ptr<ExportedMemory> memory,
+                             impl_->progress->transport().allocate(bytes, what));
   {
     MutexLock lock(impl_->mutex);
     impl_->allocations.push_back(memory);
@@ -894,7 +965,8 @@ Result<EngineMemory> Trainer::allocate(std::uint64_t bytes, const std::string& w
 
 Status Trainer::init(WeightSource& source) {
   if (impl_->initialised || impl_->stopped) {
-    return Status(StatusCode::kFailedPrecondition, "init is called once, before shutdown", {.reason = Reason::kWrongState});
+    return Status(StatusCode::kFailedPrecondition, "init is called once, before shutdown",
+                  {.reason = Reason::kWrongState});
   }
   SHARDPULL_RETURN_IF_ERROR(impl_->join(source));
   if (impl_->sender) SHARDPULL_RETURN_IF_ERROR(impl_->wait_for_workers());
@@ -905,12 +977,15 @@ Status Trainer::init(WeightSource& source) {
 Result<std::vector<std::byte>> Trainer::worker_init_payload() const {
   MutexLock lock(impl_->mutex);
   if (impl_->tables == nullptr) {
-    return Status(StatusCode::kFailedPrecondition, "worker_init_payload before init", {.reason = Reason::kWrongState});
+    return Status(StatusCode::kFailedPrecondition, "worker_init_payload before init",
+                  {.reason = Reason::kWrongState});
   }
   return encode_tables(*impl_->tables);
 }
 
-Result<SyncReport> Trainer::send_weights(std::uint64_t version) { return impl_->send_weights(version); }
+Result<SyncReport> Trainer::send_weights(std::uint64_t version) {
+  return impl_->send_weights(version);
+}
 
 Status Trainer::send_message(const std::string& to, const std::string& topic, const std::string& body) {
   if (body.size() > kMaxUserMessageBytes) {
@@ -919,14 +994,22 @@ Status Trainer::send_message(const std::string& to, const std::string& topic, co
                   {.reason = Reason::kLimit});
   }
   SHARDPULL_ASSIGN_OR_RETURN(const Member member, member_from_string(to));
-  if (!impl_->control) return Status(StatusCode::kFailedPrecondition, "send_message before init", {.reason = Reason::kWrongState});
+  if (!impl_->control)
+    return Status(StatusCode::kFailedPrecondition, "send_message before init",
+                  {.reason = Reason::kWrongState});
   return impl_->control->send(member, UserMessage{topic, body});
 }
 
-Result<std::optional<FleetMessage>> Trainer::receive_message(std::uint64_t timeout_ms) { return impl_->messages.pop(timeout_ms); }
+Result<std::optional<FleetMessage>> Trainer::receive_message(std::uint64_t timeout_ms) {
+  return impl_->messages.pop(timeout_ms);
+}
 
-std::uint64_t Trainer::engine_bytes() const { return impl_->placer.exports().bytes() + impl_->ring_bytes.load(); }
+std::uint64_t Trainer::engine_bytes() const {
+  return impl_->placer.exports().bytes() + impl_->ring_bytes.load();
+}
 
-void Trainer::shutdown(const std::string& reason) { impl_->stop(reason); }
+void Trainer::shutdown(const std::string& reason) {
+  impl_->stop(reason);
+}
 
 }  // namespace shardpull

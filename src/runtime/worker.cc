@@ -1,7 +1,8 @@
 // Worker: joins a fleet, then serves syncs. The life of one:
 //
-//   connect: link up -> InitRequest -> InitPayload -> bake, plan, prepare -> hot hellos -> Reserve at each producer -> InitDone
-//   serve:   StartUpdate -> UpdateStarted   Update -> Prepared   Finish -> Finished, then the caller's on_sync
+//   connect: link up -> InitRequest -> InitPayload -> bake, plan, prepare -> hot hellos -> Reserve at each
+//   producer -> InitDone serve:   StartUpdate -> UpdateStarted   Update -> Prepared   Finish -> Finished,
+//   then the caller's on_sync
 #include "shardpull/worker.h"
 
 #include <algorithm>
@@ -33,16 +34,19 @@ struct Worker::Impl final : TransportSink {
 
   Impl(const WorkerOptions& given, Model& target) : options(given), model(target) {}
 
-  // ---- init, on the caller's thread -----------------------------------------------------------------------------------
+  // ---- init, on the caller's thread
+  // -----------------------------------------------------------------------------------
   Status start();
   Status join();
   Status make_plan();
   Status reserve();
-  // Waits until `ready` (called with `mutex` held), the fleet's end, or the connect timeout; the error says what was waited for.
+  // Waits until `ready` (called with `mutex` held), the fleet's end, or the connect timeout; the error says
+  // what was waited for.
   Status wait_for(const std::function<bool()>& ready, const std::string& what);
   void stop();
 
-  // ---- on the progress thread -----------------------------------------------------------------------------------------
+  // ---- on the progress thread
+  // -----------------------------------------------------------------------------------------
   void on_control(const Member& from, ControlBody body);
   void on_lost(const Member& member, const Status& why);
   void on_tick();
@@ -52,7 +56,9 @@ struct Worker::Impl final : TransportSink {
   void end(const Status& why);
   void send(const Member& to, ControlBody body) { control->send(to, std::move(body)).ignore(); }
 
-  void on_accepted(EndpointId endpoint) override { progress->transport().close(endpoint); }  // a worker does not listen
+  void on_accepted(EndpointId endpoint) override {
+    progress->transport().close(endpoint);
+  }  // a worker does not listen
   void on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) override;
   void on_closed(EndpointId endpoint, const Status& why) override;
   void on_read_done(ReadToken token, const Status& status) override {
@@ -78,8 +84,8 @@ struct Worker::Impl final : TransportSink {
 
   // Confined to the progress thread.
   std::uint64_t current_sync = 0, current_version = 0;
-  bool delivered = true;                   // whether current_sync's result has reached serve()
-  int pending_results = 0;                 // handed to serve() whose on_sync has not returned: the next StartUpdate waits
+  bool delivered = true;    // whether current_sync's result has reached serve()
+  int pending_results = 0;  // handed to serve() whose on_sync has not returned: the next StartUpdate waits
   std::optional<StartUpdate> deferred;
 
   Mutex mutex;
@@ -89,12 +95,14 @@ struct Worker::Impl final : TransportSink {
   bool hot_ready SHARDPULL_GUARDED_BY(mutex) = false;
   std::optional<Status> ended SHARDPULL_GUARDED_BY(mutex);  // OK = orderly shutdown
   std::deque<Result_> results SHARDPULL_GUARDED_BY(mutex);
-  Result<std::uint64_t> held_version SHARDPULL_GUARDED_BY(mutex) =
-      Status(StatusCode::kFailedPrecondition, "no sync has been applied yet", {.reason = Reason::kWrongState});
+  Result<std::uint64_t> held_version SHARDPULL_GUARDED_BY(mutex) = Status(StatusCode::kFailedPrecondition,
+                                                                          "no sync has been applied yet",
+                                                                          {.reason = Reason::kWrongState});
   bool stopped = false;  // the caller's thread
 };
 
-// ---- init ---------------------------------------------------------------------------------------------------------------
+// ---- init
+// ---------------------------------------------------------------------------------------------------------------
 
 Status Worker::Impl::wait_for(const std::function<bool()>& ready, const std::string& what) {
   const std::int64_t deadline =
@@ -103,14 +111,16 @@ Status Worker::Impl::wait_for(const std::function<bool()>& ready, const std::str
   while (!ready()) {
     if (ended) {
       if (!ended->ok()) return *ended;
-      return Status(StatusCode::kUnavailable, fmt::format("the fleet ended while this worker waited for {}", what),
+      return Status(StatusCode::kUnavailable,
+                    fmt::format("the fleet ended while this worker waited for {}", what),
                     {.reason = Reason::kShutdown, .fault = Fault::kPeer});
     }
     const std::int64_t left = deadline - clock.now_ns();
     if (left <= 0) {
-      return Status(StatusCode::kDeadlineExceeded,
-                    fmt::format("no {} within {} ms (connect_timeout_ms)", what, options.fleet.connect_timeout_ms),
-                    {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
+      return Status(
+          StatusCode::kDeadlineExceeded,
+          fmt::format("no {} within {} ms (connect_timeout_ms)", what, options.fleet.connect_timeout_ms),
+          {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
     }
     wake.wait_for_ns(mutex, left);
   }
@@ -125,22 +135,27 @@ Status Worker::Impl::start() {
                                                  .token = options.fleet.token,
                                                  .incarnation = incarnation,
                                                  .self_name = fmt::format("worker-{}", options.consumer)}));
-  progress = std::make_unique<ProgressThread>(std::move(transport), *this, [this] { on_tick(); },
-                                              [this](const Status& why) { end(why); }, tick_ns(options.fleet), clock);
+  progress = std::make_unique<ProgressThread>(
+      std::move(transport), *this, [this] { on_tick(); }, [this](const Status& why) { end(why); },
+      tick_ns(options.fleet), clock);
   relay = std::make_unique<ControlRelay>(
-      *progress, ControlRelay::Handlers{
-                     .message = [this](const Member& from, Incarnation, ControlBody body) { on_control(from, std::move(body)); },
-                     .up = [](const Member&, Incarnation) {},  // trainers do not come back within a fleet's life
-                     .lost = [this](const Member& member, const Status& why) { on_lost(member, why); }});
+      *progress,
+      ControlRelay::Handlers{
+          .message = [this](const Member& from, Incarnation,
+                            ControlBody body) { on_control(from, std::move(body)); },
+          .up = [](const Member&, Incarnation) {},  // trainers do not come back within a fleet's life
+          .lost = [this](const Member& member, const Status& why) { on_lost(member, why); }});
   progress->start();
-  SHARDPULL_ASSIGN_OR_RETURN(control, connect_grpc_control(control_options(options.fleet, self, incarnation), *relay));
+  SHARDPULL_ASSIGN_OR_RETURN(control,
+                             connect_grpc_control(control_options(options.fleet, self, incarnation), *relay));
   relay->open();
   return {};
 }
 
 Status Worker::Impl::join() {
   send(kSender, InitRequest{.ring_depth = options.ring_depth});
-  SHARDPULL_RETURN_IF_ERROR(wait_for([this]() SHARDPULL_REQUIRES(mutex) { return payload.has_value(); }, "init payload from trainer 0"));
+  SHARDPULL_RETURN_IF_ERROR(wait_for([this]() SHARDPULL_REQUIRES(mutex) { return payload.has_value(); },
+                                     "init payload from trainer 0"));
   InitPayload received;
   {
     MutexLock lock(mutex);
@@ -153,8 +168,8 @@ Status Worker::Impl::join() {
   tables = std::make_shared<const InitTables>(std::move(*decoded));
   if (options.consumer >= tables->num_consumers) {
     return Status(StatusCode::kInvalidArgument,
-                  fmt::format("worker {} is out of range: the fleet has {} workers, numbered from 0", options.consumer,
-                              tables->num_consumers),
+                  fmt::format("worker {} is out of range: the fleet has {} workers, numbered from 0",
+                              options.consumer, tables->num_consumers),
                   {.reason = Reason::kSettingMismatch});
   }
   return {};
@@ -173,7 +188,8 @@ Status Worker::Impl::make_plan() {
   SHARDPULL_RETURN_IF_ERROR(model.materialise());
 
   ConsumerHooks hooks;
-  hooks.signal_by_control = [this](std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
+  hooks.signal_by_control = [this](std::uint32_t producer, std::uint64_t sync_id,
+                                   const std::vector<std::uint32_t>& groups) {
     send({Role::kTrainer, producer}, FreeGroups{sync_id, groups});
   };
   hooks.update_done = [this](std::uint64_t sync_id, const Status& status) {
@@ -207,13 +223,15 @@ Status Worker::Impl::reserve() {
     after_event();
   });
   SHARDPULL_RETURN_IF_ERROR(status);
-  SHARDPULL_RETURN_IF_ERROR(wait_for([this]() SHARDPULL_REQUIRES(mutex) { return hot_ready; }, "hello on the hot channel"));
+  SHARDPULL_RETURN_IF_ERROR(
+      wait_for([this]() SHARDPULL_REQUIRES(mutex) { return hot_ready; }, "hello on the hot channel"));
   progress->run([&] { status = engine->connected() ? Status() : engine->connect_error(); });
   SHARDPULL_RETURN_IF_ERROR(status);
 
   for (const ProducerPlan& producer : plan->producers) {
     Reserve message;
-    message.slot_bytes = producer.serve_slot_bytes == 0 ? 0 : std::max(producer.serve_slot_bytes, tables->presize);
+    message.slot_bytes =
+        producer.serve_slot_bytes == 0 ? 0 : std::max(producer.serve_slot_bytes, tables->presize);
     message.ring_depth = plan->ring_depth;
     message.num_consumers = tables->num_consumers;
     message.workers_per_replica = tables->workers_per_replica;
@@ -222,8 +240,9 @@ Status Worker::Impl::reserve() {
     message.pulls = encode_pulls(pulls_at(*plan, producer.producer));
     send({Role::kTrainer, producer.producer}, std::move(message));
   }
-  SHARDPULL_RETURN_IF_ERROR(
-      wait_for([this]() SHARDPULL_REQUIRES(mutex) { return reserve_replies.size() == plan->producers.size(); }, "answer to reserve"));
+  SHARDPULL_RETURN_IF_ERROR(wait_for(
+      [this]() SHARDPULL_REQUIRES(mutex) { return reserve_replies.size() == plan->producers.size(); },
+      "answer to reserve"));
   MutexLock lock(mutex);
   for (const auto& [rank, reply] : reserve_replies) {
     if (!reply.ok()) return reply.with_context(fmt::format("trainer {} refused this worker's plan", rank));
@@ -245,7 +264,8 @@ void Worker::Impl::stop() {
   end(Status());
 }
 
-// ---- on the progress thread ---------------------------------------------------------------------------------------------
+// ---- on the progress thread
+// ---------------------------------------------------------------------------------------------
 
 void Worker::Impl::end(const Status& why) {
   MutexLock lock(mutex);
@@ -274,11 +294,12 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
       start_update(*message);
     }
   } else if (auto* message = std::get_if<Update>(&body)) {
-    const Status status = message->sync_id == current_sync
-                              ? engine->update()
-                              : Status(StatusCode::kFailedPrecondition,
-                                       fmt::format("update of sync {}, started was {}", message->sync_id, current_sync),
-                                       {.reason = Reason::kWrongState});
+    const Status status =
+        message->sync_id == current_sync
+            ? engine->update()
+            : Status(StatusCode::kFailedPrecondition,
+                     fmt::format("update of sync {}, started was {}", message->sync_id, current_sync),
+                     {.reason = Reason::kWrongState});
     if (!status.ok()) send(kSender, Prepared{.sync_id = message->sync_id, .status = status});
   } else if (auto* message = std::get_if<Finish>(&body)) {
     const Status status = engine->finish_update(message->sync_id);
@@ -313,8 +334,9 @@ void Worker::Impl::start_update(const StartUpdate& message) {
 void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
   if (delivered || sync_id != current_sync) return;
   delivered = true;
-  push_result(current_version, status,
-              {options.consumer, plan->bytes_kept, engine->bytes_moved(), engine->update_ns(), engine->copy_ns()});
+  push_result(
+      current_version, status,
+      {options.consumer, plan->bytes_kept, engine->bytes_moved(), engine->update_ns(), engine->copy_ns()});
 }
 
 void Worker::Impl::push_result(std::uint64_t version, const Status& status, const WorkerReport& report) {
@@ -336,7 +358,8 @@ void Worker::Impl::after_event() {
 }
 
 void Worker::Impl::on_lost(const Member& member, const Status& why) {
-  const Status named(StatusCode::kUnavailable, fmt::format("{} is lost: {}", to_string(member), why.message()),
+  const Status named(StatusCode::kUnavailable,
+                     fmt::format("{} is lost: {}", to_string(member), why.message()),
                      {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = to_string(member)});
   if (engine != nullptr && member.role == Role::kTrainer) engine->producer_lost(member.id, named);
   after_event();
@@ -364,11 +387,14 @@ void Worker::Impl::on_closed(EndpointId endpoint, const Status& why) {
   after_event();
 }
 
-// ---- the public face ------------------------------------------------------------------------------------------------------
+// ---- the public face
+// ------------------------------------------------------------------------------------------------------
 
 Worker::Worker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-Worker::~Worker() { shutdown(); }
+Worker::~Worker() {
+  shutdown();
+}
 
 Result<std::unique_ptr<Worker>> Worker::connect(const WorkerOptions& options, Model& model) {
   auto impl = std::make_unique<Impl>(options, model);
@@ -414,24 +440,34 @@ Result<std::uint64_t> Worker::version() const {
   return impl_->held_version;
 }
 
-const std::atomic<std::uint64_t>& Worker::version_guard() const { return impl_->version_guard; }
+const std::atomic<std::uint64_t>& Worker::version_guard() const {
+  return impl_->version_guard;
+}
 
-const Recording& Worker::recording() const { return impl_->recorded; }
+const Recording& Worker::recording() const {
+  return impl_->recorded;
+}
 
 Status Worker::send_message(const std::string& to, const std::string& topic, const std::string& body) {
   if (body.size() > kMaxUserMessageBytes) {
-    return Status(StatusCode::kInvalidArgument, fmt::format("a message of {} bytes: the limit is {}", body.size(),
-                                                            kMaxUserMessageBytes),
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("a message of {} bytes: the limit is {}", body.size(), kMaxUserMessageBytes),
                   {.reason = Reason::kLimit});
   }
   SHARDPULL_ASSIGN_OR_RETURN(const Member member, member_from_string(to));
   return impl_->control->send(member, UserMessage{topic, body});
 }
 
-std::uint64_t Worker::engine_bytes() const { return impl_->engine ? impl_->engine->receive_ring_bytes() : 0; }
+std::uint64_t Worker::engine_bytes() const {
+  return impl_->engine ? impl_->engine->receive_ring_bytes() : 0;
+}
 
-std::string Worker::plan_summary() const { return summarise(*impl_->tables, {*impl_->plan}, {impl_->recorded}); }
+std::string Worker::plan_summary() const {
+  return summarise(*impl_->tables, {*impl_->plan}, {impl_->recorded});
+}
 
-void Worker::shutdown() { impl_->stop(); }
+void Worker::shutdown() {
+  impl_->stop();
+}
 
 }  // namespace shardpull

@@ -1,5 +1,6 @@
-// Transport: the hot channel of one process: endpoints that carry hot messages, memory that peers can reach, and the
-// one-sided reads and mappings of it. Backends: shm/ (same host, memfd mappings), sim/ (the simulator). docs/ARCHITECTURE.md.
+// Transport: the hot channel of one process: endpoints that carry hot messages, memory that peers can reach,
+// and the one-sided reads and mappings of it. Backends: shm/ (same host, memfd mappings), sim/ (the
+// simulator). docs/ARCHITECTURE.md.
 //
 // Threads: confined to the process's progress thread, except where a method says thread-safe.
 #pragma once
@@ -27,23 +28,24 @@ class TransportSink {
   // A peer connected to our listener. It has not said hello yet.
   virtual void on_accepted(EndpointId endpoint) = 0;
   virtual void on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) = 0;
-  // The endpoint is gone: closed by the peer, broken, or it sent bytes that are not ours (the status says which). No
-  // callback for this endpoint follows; its reads have been reported.
+  // The endpoint is gone: closed by the peer, broken, or it sent bytes that are not ours (the status says
+  // which). No callback for this endpoint follows; its reads have been reported.
   virtual void on_closed(EndpointId endpoint, const Status& why) = 0;
   virtual void on_read_done(ReadToken token, const Status& status) = 0;
 };
 
 struct TransportCounters {
-  std::uint64_t payload_bytes_read = 0;   // by reads and, reported by add_mapped_bytes, copies out of mappings
-  std::uint64_t header_bytes = 0;         // hot headers and payloads, both directions
+  std::uint64_t payload_bytes_read = 0;  // by reads and, reported by add_mapped_bytes, copies out of mappings
+  std::uint64_t header_bytes = 0;        // hot headers and payloads, both directions
   std::uint64_t messages = 0;
-  std::uint64_t endpoints = 0;            // open now
-  std::uint64_t regions = 0;              // own regions alive
+  std::uint64_t endpoints = 0;  // open now
+  std::uint64_t regions = 0;    // own regions alive
   std::uint64_t region_bytes = 0;
-  std::uint64_t mapped_bytes = 0;         // peers' regions mapped now
+  std::uint64_t mapped_bytes = 0;  // peers' regions mapped now
 };
 
-// Memory of this process that peers may reach. Freed by its destructor; peers that mapped it keep their mapping readable.
+// Memory of this process that peers may reach. Freed by its destructor; peers that mapped it keep their
+// mapping readable.
 class ExportedMemory {
  public:
   virtual ~ExportedMemory() = default;
@@ -57,28 +59,33 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  virtual std::string name() const = 0;     // "shm"
-  virtual bool can_map() const = 0;         // path mapped is legal
+  virtual std::string name() const = 0;  // "shm"
+  virtual bool can_map() const = 0;      // path mapped is legal
 
-  // Allocates page-aligned, prefaulted, zero-filled memory. Thread-safe. Out of memory names the size and `what`.
+  // Allocates page-aligned, prefaulted, zero-filled memory. Thread-safe. Out of memory names the size and
+  // `what`.
   virtual Result<std::shared_ptr<ExportedMemory>> allocate(std::uint64_t bytes, std::string_view what) = 0;
 
   // Starts listening; returns the address peers connect to.
   virtual Result<std::string> listen() = 0;
   // Connects; does not block longer than `timeout_ns`. The endpoint is usable at once.
   virtual Result<EndpointId> connect(const std::string& address, std::int64_t timeout_ns) = 0;
-  // Queues a message; never blocks. `header.length` and `header.sum` are filled in here. UNAVAILABLE when the endpoint is gone;
-  // RESOURCE_EXHAUSTED when the peer does not take what is queued: the endpoint has ended then, and on_closed follows.
-  virtual Status send(EndpointId endpoint, HotHeader header, const std::byte* payload, std::size_t length) = 0;
+  // Queues a message; never blocks. `header.length` and `header.sum` are filled in here. UNAVAILABLE when the
+  // endpoint is gone; RESOURCE_EXHAUSTED when the peer does not take what is queued: the endpoint has ended
+  // then, and on_closed follows.
+  virtual Status send(EndpointId endpoint, HotHeader header, const std::byte* payload,
+                      std::size_t length) = 0;
   // Lets the peer behind `endpoint` reach `memory` from the next message on. Idempotent.
   virtual Status grant(EndpointId endpoint, const std::shared_ptr<ExportedMemory>& memory) = 0;
   // Closes without a callback. Messages already queued are sent first, bounded.
   virtual void close(EndpointId endpoint) = 0;
 
-  // Reads a window of the peer's memory into `local`; on_read_done(token) follows from progress(). `local` must stay valid
-  // until then. Checked against what was granted: unknown region, stale generation and out-of-range windows fail by name.
+  // Reads a window of the peer's memory into `local`; on_read_done(token) follows from progress(). `local`
+  // must stay valid until then. Checked against what was granted: unknown region, stale generation and
+  // out-of-range windows fail by name.
   virtual void read(EndpointId endpoint, const RemoteRef& remote, std::byte* local, ReadToken token) = 0;
-  // The first byte of a window of the peer's memory, readable in place while the endpoint (or the returned owner) lives.
+  // The first byte of a window of the peer's memory, readable in place while the endpoint (or the returned
+  // owner) lives.
   struct Mapping {
     const std::byte* data = nullptr;
     std::shared_ptr<const void> owner;
