@@ -13,7 +13,9 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 #include <grpcpp/grpcpp.h>
@@ -30,6 +32,10 @@ namespace shardpull {
 inline constexpr std::uint64_t kMaxControlMessageBytes = 64u << 20;
 inline constexpr std::uint64_t kMaxControlFrameBytes = kMaxControlMessageBytes + 1024;  // with addresses around the body
 inline constexpr std::uint64_t kMaxControlQueuedBytes = 512u << 20;                     // a peer has not taken yet
+// A larger frame travels in parts of this size, so that heartbeats come between them: one that takes seconds, on a slow host,
+// must not look like silence.
+inline constexpr std::uint64_t kPartBytes = 1u << 20;
+inline constexpr std::uint64_t kMaxWireFrameBytes = kPartBytes + 4096;                  // what gRPC takes
 inline constexpr std::uint64_t kQueuedFrameBytes = 512;                                 // what a frame costs beside its bytes
 // Frames of one peer that may wait for the dispatcher; more stay in gRPC's flow control, so that a peer which sends faster
 // than we work is slowed down and costs no memory.
@@ -52,7 +58,9 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
 
   // Queues a frame. UNAVAILABLE when the stream has ended, RESOURCE_EXHAUSTED when the peer does not take what is queued.
   Status write(FramePtr frame) {
-    const std::uint64_t size = frame->ByteSizeLong() + kQueuedFrameBytes;
+    const std::vector<FramePtr> pieces = split(std::move(frame));
+    std::uint64_t size = 0;
+    for (const FramePtr& piece : pieces) size += piece->ByteSizeLong() + kQueuedFrameBytes;
     MutexLock lock(mutex_);
     if (closed_ || ending_) {
       return Status(StatusCode::kUnavailable, "the control link is closed",
@@ -63,7 +71,7 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
                     fmt::format("the peer has not taken {} bytes of control messages", queued_bytes_),
                     {.reason = Reason::kLimit, .fault = Fault::kPeer, .retryable = true});
     }
-    queue_.emplace_back(std::move(frame), size);
+    queue_.insert(queue_.end(), pieces.begin(), pieces.end());
     queued_bytes_ += size;
     start_next();
     return {};
@@ -138,10 +146,9 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
     }
     const std::int64_t now_ns = SystemClock::instance().now_ns();
     const bool is_beat = incoming_.kind_case() == v1::Frame::kHeartbeat;
-    std::int64_t beat_sent_ns = 0;
-    if (is_beat) {
-      beat_sent_ns = incoming_.heartbeat().sent_ns();
-    } else {
+    const std::int64_t beat_sent_ns = incoming_.heartbeat().sent_ns();
+    const bool is_whole = !is_beat && (incoming_.kind_case() != v1::Frame::kPart || join_part());
+    if (is_whole) {
       // Posted before the next read starts, whose reaction may run on another thread.
       auto frame = std::make_shared<v1::Frame>(std::move(incoming_));
       dispatcher_->post([self = this->shared_from_this(), frame] {
@@ -156,11 +163,36 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
     if (is_beat) {
       peer_beat_sent_ns_ = beat_sent_ns;
       peer_beat_received_ns_ = now_ns;
-    } else {
-      ++undelivered_;
     }
+    if (is_whole) ++undelivered_;
     reading_ = false;
     read_more();
+  }
+
+  // Adds the part in `incoming_` to those before it. True when that made a frame, which is then in `incoming_`; parts that
+  // make none, or too large a one, give an empty frame, which no owner accepts.
+  bool join_part() {
+    const v1::Part& part = incoming_.part();
+    const bool too_large = joined_.size() + part.data().size() > kMaxControlFrameBytes;
+    if (!too_large) joined_ += part.data();
+    if (!too_large && !part.last()) return false;
+    const std::string bytes = std::exchange(joined_, std::string());
+    const bool parsed = !too_large && incoming_.ParseFromString(bytes);
+    if (!parsed || incoming_.kind_case() == v1::Frame::kPart || incoming_.kind_case() == v1::Frame::kHeartbeat) incoming_.Clear();
+    return true;
+  }
+
+  static std::vector<FramePtr> split(FramePtr frame) {
+    if (frame->ByteSizeLong() <= kPartBytes) return {std::move(frame)};
+    const std::string bytes = frame->SerializeAsString();
+    std::vector<FramePtr> parts;
+    for (std::size_t offset = 0; offset < bytes.size(); offset += kPartBytes) {
+      auto piece = std::make_shared<v1::Frame>();
+      piece->mutable_part()->set_data(bytes.substr(offset, kPartBytes));
+      piece->mutable_part()->set_last(bytes.size() - offset <= kPartBytes);
+      parts.push_back(std::move(piece));
+    }
+    return parts;
   }
 
   void OnWriteDone(bool ok) override {
@@ -197,9 +229,9 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
       beat.set_echo_received_ns(peer_beat_received_ns_);
       in_flight_ = std::move(frame);
     } else if (!queue_.empty()) {
-      in_flight_ = std::move(queue_.front().first);
-      queued_bytes_ -= queue_.front().second;
+      in_flight_ = std::move(queue_.front());
       queue_.pop_front();
+      queued_bytes_ -= in_flight_->ByteSizeLong() + kQueuedFrameBytes;
     } else {
       if (ending_) {
         side_ended_ = true;
@@ -219,10 +251,11 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
   const std::shared_ptr<Dispatcher> dispatcher_;
   Handlers handlers_;
   v1::Frame incoming_;  // gRPC's while a read is under way, else its reaction's
+  std::string joined_;  // the parts of an unfinished frame; the reactions' too
 
   Mutex mutex_;
   CondVar done_changed_;
-  std::deque<std::pair<FramePtr, std::uint64_t>> queue_ SHARDPULL_GUARDED_BY(mutex_);
+  std::deque<FramePtr> queue_ SHARDPULL_GUARDED_BY(mutex_);
   std::uint64_t queued_bytes_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   FramePtr in_flight_ SHARDPULL_GUARDED_BY(mutex_);
   bool writing_ SHARDPULL_GUARDED_BY(mutex_) = false;

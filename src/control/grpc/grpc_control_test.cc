@@ -383,6 +383,15 @@ TEST(GrpcControl, EndsLinksThatSendNonsense) {
   ends_after_hello(frame);
   *frame.mutable_routed()->mutable_to() = to_wire(kSender);  // without a body
   ends_after_hello(frame);
+  frame.mutable_part()->set_last(true);
+  frame.mutable_part()->set_data("\xff\xff not a frame");
+  ends_after_hello(frame);
+  v1::Frame nested;
+  nested.mutable_part()->set_data("parts of parts");
+  frame.mutable_part()->set_data(nested.SerializeAsString());
+  ends_after_hello(frame);
+  frame.mutable_part()->set_data(std::string(2 << 20, 'x'));  // larger than a part may be
+  ends_after_hello(frame);
   ASSERT_TRUE(worker->send(kSender, note("undisturbed")).ok());
   ASSERT_TRUE(at_hub.wait_count(Event::kMessage, kWorker0, 1));
   set_log_level(LogLevel::kWarn);

@@ -150,8 +150,8 @@ Status GrpcHub::start() {
   grpc::ServerBuilder builder;
   int port = 0;
   builder.AddListeningPort(target_.target, grpc::InsecureServerCredentials(), &port);
-  builder.SetMaxReceiveMessageSize(static_cast<int>(kMaxControlFrameBytes));
-  builder.SetMaxSendMessageSize(static_cast<int>(kMaxControlFrameBytes));
+  builder.SetMaxReceiveMessageSize(static_cast<int>(kMaxWireFrameBytes));
+  builder.SetMaxSendMessageSize(static_cast<int>(kMaxWireFrameBytes));
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
@@ -298,6 +298,7 @@ void GrpcHub::take(const StreamPtr& stream, v1::Frame frame) {
     case v1::Frame::kMemberUp:
     case v1::Frame::kMemberLost:
     case v1::Frame::kHeartbeat:
+    case v1::Frame::kPart:
     case v1::Frame::KIND_NOT_SET: break;
   }
   break_stream(stream, Status(StatusCode::kInvalidArgument, "a frame that only the hub may send, or of an unknown kind",

@@ -254,8 +254,8 @@ void GrpcLink::release(const StreamPtr& stream) const {
 Status GrpcLink::connect() {
   SHARDPULL_ASSIGN_OR_RETURN(target_, grpc_target(options_.address));
   grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(static_cast<int>(kMaxControlFrameBytes));
-  arguments.SetMaxSendMessageSize(static_cast<int>(kMaxControlFrameBytes));
+  arguments.SetMaxReceiveMessageSize(static_cast<int>(kMaxWireFrameBytes));
+  arguments.SetMaxSendMessageSize(static_cast<int>(kMaxWireFrameBytes));
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // a connection of its own
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);             // a stream cannot be replayed, and its messages need not be kept
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
@@ -402,6 +402,7 @@ void GrpcLink::take(const StreamPtr& stream, v1::Frame frame) {
     case v1::Frame::kGoodbye: farewell_ = frame.goodbye().reason(); return;
     case v1::Frame::kHello:
     case v1::Frame::kHeartbeat:
+    case v1::Frame::kPart:
     case v1::Frame::KIND_NOT_SET: break;
   }
   broken_ = Status(StatusCode::kDataLoss, "the hub sent a frame that makes no sense",
