@@ -80,7 +80,10 @@ struct ErrorInfo {
   std::string tensor = {};  // checkpoint name or module.parameter, or empty
 };
 
-// A code, a message and an ErrorInfo. Immutable; cheap to copy (OK allocates nothing).
+// `text` with control characters but the line feed written as \xNN: names come from files and peers, messages go to terminals.
+std::string printable(std::string_view text);
+
+// A code, a message (made printable) and an ErrorInfo. Immutable; cheap to copy (OK allocates nothing).
 class [[nodiscard]] Status {
  public:
   Status() noexcept = default;  // OK

@@ -74,7 +74,8 @@ class Trainer {
 
   // Sends to "worker N" or "trainer N".
   Status send_message(const std::string& to, const std::string& topic, const std::string& body);
-  // The next message, waiting at most `timeout_ms`; nothing on timeout. An error when the fleet has failed.
+  // The next message, waiting at most `timeout_ms`; nothing on timeout. An error once for each member
+  // that is lost, and when the fleet has ended.
   Result<std::optional<FleetMessage>> receive_message(std::uint64_t timeout_ms);
 
   // Most bytes of anonymous and own shared memory the engine itself holds (rings, export buffers).

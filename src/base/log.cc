@@ -7,6 +7,8 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include "shardpull/status.h"
+
 namespace shardpull {
 namespace {
 
@@ -76,7 +78,7 @@ bool log_enabled(LogLevel level) {
 
 void log_line(LogLevel level, std::string_view message) {
   if (level == LogLevel::kOff) return;
-  logger().log(to_spdlog(level), spdlog::string_view_t(message.data(), message.size()));
+  logger().log(to_spdlog(level), printable(message));
 }
 
 void set_log_level(LogLevel level) {

@@ -109,8 +109,24 @@ std::string_view to_string(Reason reason) {
   return "unspecified";
 }
 
+std::string printable(std::string_view text) {
+  std::string out;
+  out.reserve(text.size());
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if ((byte < 0x20 && c != '\n') || byte == 0x7F) {
+      constexpr char kDigits[] = "0123456789abcdef";
+      out += {'\\', 'x', kDigits[byte >> 4], kDigits[byte & 15]};
+    } else {
+      out.push_back(c);
+    }
+  }
+  return out;
+}
+
 Status::Status(StatusCode code, std::string message, ErrorInfo info) {
   if (code == StatusCode::kOk) return;
+  message = printable(message);
   rep_ = std::make_shared<const Rep>(Rep{code, std::move(message), std::move(info)});
 }
 

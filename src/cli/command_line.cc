@@ -1,5 +1,8 @@
 #include "cli/command_line.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -23,6 +26,9 @@ constexpr std::int64_t kMaxSyncs = 1'000'000'000;
 // ---- options with the library's own parsers ---------------------------------------------------------------
 
 // The value of a Result, or the parse error that shows its message.
+const CLI::Validator not_empty(
+    [](std::string& text) { return text.empty() ? std::string("must not be empty") : std::string(); }, "", "not empty");
+
 template <typename T>
 T value_or_throw(Result<T> result) {
   if (!result.ok()) throw CLI::ValidationError(result.status().message());
@@ -388,6 +394,7 @@ Command parse_command_line(const std::vector<std::string>& words) {
   sync_app->add_flag("--verify", sync.verify,
                      "After each sync load every worker's parameters a second time and compare all bytes");
   sync_app->add_option("--dump", sync.dump, "Write worker-<id>.safetensors here after the last sync")
+      ->check(not_empty)
       ->type_name("DIR");
   sync_app->add_flag("--json", sync.json, "One JSON object on standard output");
 
@@ -422,6 +429,7 @@ Command parse_command_line(const std::vector<std::string>& words) {
   worker_app->add_flag("--verify", worker.verify,
                        "After each sync load the parameters a second time and compare all bytes");
   worker_app->add_option("--dump", worker.dump, "Write worker-<id>.safetensors here at the end")
+      ->check(not_empty)
       ->type_name("DIR");
   add_launcher_fd(*worker_app, worker.process.launcher_fd);
 
@@ -493,7 +501,16 @@ int run(int argc, const char* const* argv) {
     int operator()(const TrainerArguments& arguments) const { return run_trainer(arguments); }
     int operator()(const WorkerArguments& arguments) const { return run_worker(arguments); }
   };
-  return std::visit(Runner{}, command);
+  // A closed standard stream must not become the descriptor of something else, and what is written to it is lost.
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(stream, F_GETFD) == -1) (void)::open("/dev/full", O_RDWR);
+  }
+  const int code = std::visit(Runner{}, command);
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    std::fputs("error: standard output cannot be written\n", stderr);
+    return code == kExitDone ? kExitFailed : code;
+  }
+  return code;
 }
 
 }  // namespace shardpull::cli

@@ -74,6 +74,10 @@ void become(const std::string& name) {
   }
 }
 
+std::string describe_layouts(const FleetArguments& fleet) {
+  return fmt::format("--trainer {} --inference {}", to_string(fleet.trainer), to_string(fleet.inference));
+}
+
 int fail(LauncherChannel& launcher, const std::string& name, const Status& status) {
   if (launcher.attached()) {
     launcher.send_error(status);

@@ -13,6 +13,9 @@ namespace shardpull::cli {
 // The fleet's options: its directory, the token from --token-file or SHARDPULL_TOKEN, and the time limits.
 Result<FleetOptions> fleet_options(const FleetArguments& fleet, const ProcessArguments& process);
 
+// "--trainer pp=2 --inference tp=2,pp=1": what every process of a fleet must have been given alike.
+std::string describe_layouts(const FleetArguments& fleet);
+
 // Prepares this process to be `name` ("worker 1"): log lines carry it, a peer that goes does not end it with
 // SIGPIPE, freed large blocks go back to the system at once.
 void become(const std::string& name);

@@ -25,7 +25,7 @@ namespace {
 // After the first failure the others have this long to say what they saw; one of them may be the cause.
 constexpr std::int64_t kGraceNs = kNanosPerSecond;
 // Between asking the children to end and ending them.
-constexpr std::int64_t kTermNs = kNanosPerSecond;
+constexpr std::int64_t kTermNs = kNanosPerSecond / 2;
 constexpr std::size_t kHeldLines = 200;  // per child
 
 std::int64_t now() {

@@ -86,6 +86,7 @@ class TrainerRun {
     SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("synced", sync));
 
     ProcessReport own;
+    own.layout = describe_layouts(arguments_.fleet);
     // The weights are shared memory of their own; the engine's rings and buffers are shared as well.
     own.memory = {.process = name_,
                   .model_bytes = source.held_bytes(),
@@ -119,6 +120,11 @@ class TrainerRun {
           trainer_->receive_message(static_cast<std::uint64_t>(left / kNanosPerMilli) + 1));
       if (!message || message->topic != kReportTopic) continue;
       SHARDPULL_ASSIGN_OR_RETURN(ProcessReport report, decode_process_report(message->body));
+      if (const std::string ours = describe_layouts(arguments_.fleet); report.layout != ours) {
+        return Status(StatusCode::kFailedPrecondition,
+                      fmt::format("{} was started with {}, {} with {}", message->from, report.layout, name_, ours),
+                      {.reason = Reason::kSettingMismatch, .fault = Fault::kUser, .peer = message->from});
+      }
       reports.insert_or_assign(message->from, std::move(report));
     }
 

@@ -1,8 +1,10 @@
 #include "cli/verifier.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -86,10 +88,10 @@ Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, s
   for (const std::uint32_t name : recording.live) live[name] = true;
   for (const std::uint32_t name : recording.unbaked) live[name] = true;
 
-  // Version 0 is read where it lies.
+  // Read, not mapped: a file that is cut short meanwhile gives an error and no signal.
   std::vector<std::uint64_t> offsets(count, 0);
   std::uint64_t total = 0;
-  for (std::size_t name = 0; name < count && version != 0; ++name) {
+  for (std::size_t name = 0; name < count; ++name) {
     if (!live[name]) continue;
     offsets[name] = total;
     total =
@@ -100,10 +102,11 @@ Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, s
   weights.reserve(count);
   for (std::size_t name = 0; name < count; ++name) {
     const TensorMeta& meta = input.metadata[name];
-    const std::byte* data = files.data(input.tensor[name]);
-    if (version != 0 && live[name]) {
-      mutate_copy(changed.data() + offsets[name], data, files.bytes(input.tensor[name]), version);
-      data = changed.data() + offsets[name];
+    std::byte* const data = changed.data() + offsets[name];
+    if (live[name]) {
+      const std::uint64_t bytes = files.bytes(input.tensor[name]);
+      SHARDPULL_RETURN_IF_ERROR(files.read(input.tensor[name], 0, {data, bytes}));
+      mutate(data, bytes, 0, version);
     }
     SHARDPULL_ASSIGN_OR_RETURN(Tensor tensor, Tensor::real(meta.name, meta.dtype, meta.shape, data));
     weights.push_back({meta.name, std::move(tensor)});
@@ -145,14 +148,19 @@ void poison(Model& model) {
   }
 }
 
-Status dump(const Model& model, const std::string& directory, std::uint32_t consumer, std::uint64_t version) {
+Status prepare_dump(const std::string& directory) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
+  if (!error && ::access(directory.c_str(), W_OK | X_OK) != 0) error = {errno, std::generic_category()};
   if (error) {
     return Status(StatusCode::kInternal,
-                  fmt::format("--dump: cannot make {}: {}", directory, error.message()),
+                  fmt::format("--dump: cannot write to {}: {}", directory, error.message()),
                   {.reason = Reason::kHost, .fault = Fault::kHost});
   }
+  return {};
+}
+
+Status dump(const Model& model, const std::string& directory, std::uint32_t consumer, std::uint64_t version) {
   std::map<std::string, const Parameter*> parameters;
   for (const auto& module : model.modules()) {
     for (const auto& parameter : module->parameters()) parameters[parameter->full_name()] = parameter.get();

@@ -35,6 +35,8 @@ Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, s
 // again.
 void poison(Model& model);
 
+// Makes `directory` if it is not there, and checks that it can be written to, before a fleet is started for it.
+Status prepare_dump(const std::string& directory);
 // Writes `directory`/worker-<consumer>.safetensors: every parameter as "module.parameter", row-major.
 Status dump(const Model& model, const std::string& directory, std::uint32_t consumer, std::uint64_t version);
 

@@ -26,6 +26,7 @@ class WorkerRun {
       : arguments_(arguments), launcher_(launcher), name_(fmt::format("worker {}", arguments.id)) {}
 
   Status run() {
+    if (!arguments_.dump.empty()) SHARDPULL_RETURN_IF_ERROR(prepare_dump(arguments_.dump));
     SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
     SHARDPULL_ASSIGN_OR_RETURN(const ModelInput input, open_model(arguments_.model));
     input_ = &input;
@@ -72,6 +73,7 @@ class WorkerRun {
     SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("synced", syncs_));
 
     ProcessReport own;
+    own.layout = describe_layouts(arguments_.fleet);
     const std::uint64_t model_bytes = model_->parameter_bytes();
     const std::uint64_t peak = memory_.peak_bytes();
     // Parameters and receive slots are anonymous memory: both are in the peak.

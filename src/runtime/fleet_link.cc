@@ -119,6 +119,12 @@ void MessageQueue::push(FleetMessage message) {
   wake_.notify_all();
 }
 
+void MessageQueue::push_error(const Status& why) {
+  MutexLock lock(mutex_);
+  messages_.push_back(why);
+  wake_.notify_all();
+}
+
 void MessageQueue::close(const Status& why) {
   MutexLock lock(mutex_);
   if (!closed_) closed_ = why;
@@ -140,9 +146,10 @@ Result<std::optional<FleetMessage>> MessageQueue::pop(std::uint64_t timeout_ms) 
     return Status(StatusCode::kUnavailable, "the fleet has ended: no message follows",
                   {.reason = Reason::kShutdown});
   }
-  std::optional<FleetMessage> message(std::move(messages_.front()));
+  Result<FleetMessage> next = std::move(messages_.front());
   messages_.pop_front();
-  return message;
+  if (!next.ok()) return next.status();
+  return std::optional<FleetMessage>(std::move(next).value());
 }
 
 }  // namespace shardpull

@@ -62,6 +62,8 @@ class ControlRelay final : public ControlSink {
 class MessageQueue {
  public:
   void push(FleetMessage message);
+  // pop() reports `why` once, in its turn among the messages.
+  void push_error(const Status& why);
   // From now on pop() reports `why` once the queue is empty. The first reason is kept.
   void close(const Status& why);
   Result<std::optional<FleetMessage>> pop(std::uint64_t timeout_ms);
@@ -69,7 +71,7 @@ class MessageQueue {
  private:
   Mutex mutex_;
   CondVar wake_;
-  std::deque<FleetMessage> messages_ SHARDPULL_GUARDED_BY(mutex_);
+  std::deque<Result<FleetMessage>> messages_ SHARDPULL_GUARDED_BY(mutex_);
   std::optional<Status> closed_ SHARDPULL_GUARDED_BY(mutex_);
 };
 

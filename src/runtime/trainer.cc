@@ -169,6 +169,7 @@ struct Trainer::Impl final : TransportSink {
   std::map<std::uint32_t, TrainerJoin> joins;
   bool joins_answered = false;
   std::map<std::uint32_t, InitRequest> early_requests;  // sender: before the tables exist
+  Status last_loss;                                           // sender: of a worker
   std::set<std::uint32_t> ready_workers;                // sender: InitDone OK and not lost since
   std::unique_ptr<TrainerMachine> trainer;
   std::unique_ptr<SenderMachine> sync;  // sender
@@ -194,7 +195,7 @@ struct Trainer::Impl final : TransportSink {
   // The caller's thread.
   GroupPlacer placer{rank, clock};
   std::vector<std::weak_ptr<ExportedMemory>> allocations SHARDPULL_GUARDED_BY(mutex);
-  bool initialised = false, stopped = false;
+  bool initialised = false, stopped = false, healthy = false;
 };
 
 // ---- starting
@@ -516,6 +517,7 @@ void Trainer::Impl::on_lost(const Member& member, const Status& why) {
   if (member.role == Role::kWorker) {
     server->consumer_lost(member.id, named);
     ready_workers.erase(member.id);
+    last_loss = named;
     if (sync)
       drive_sender(
           [&](std::int64_t now, SenderActions& out) { sync->consumer_lost(now, member.id, named, out); });
@@ -525,7 +527,11 @@ void Trainer::Impl::on_lost(const Member& member, const Status& why) {
           [&](std::int64_t now, SenderActions& out) { sync->rank_lost(now, member.id, named, out); });
     if (running_sync != 0) server->fail(running_sync, named);
   }
-  if (member == kSender) end(named);
+  if (member == kSender) {
+    end(named);
+  } else {
+    messages.push_error(named);
+  }
   if (!sender) return;
   MutexLock lock(mutex);
   // A worker that failed its init has told us why; that it is gone then is no news.
@@ -728,6 +734,10 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
   if (sender) {
     on_progress([&] {
       live = whole_replicas();
+      if (live.empty() && !last_loss.ok()) {
+        status = last_loss.with_context("no whole replica is left");
+        return;
+      }
       report = {};
       report.sync_id = ++last_sync_id;
       report.version = version;
@@ -924,7 +934,8 @@ Status Trainer::Impl::expect_end(GroupStream& stream) {
 void Trainer::Impl::stop(const std::string& reason) {
   if (stopped) return;
   stopped = true;
-  if (progress && sender && control) {
+  // A fleet that has failed is not ended in good order: its members see the hub go and say so.
+  if (progress && sender && control && healthy) {
     for (std::uint32_t rank = 1; rank < options.world_size; ++rank)
       send({Role::kTrainer, rank}, Shutdown{reason});
     for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker)
@@ -970,7 +981,7 @@ Status Trainer::init(WeightSource& source) {
   }
   SHARDPULL_RETURN_IF_ERROR(impl_->join(source));
   if (impl_->sender) SHARDPULL_RETURN_IF_ERROR(impl_->wait_for_workers());
-  impl_->initialised = true;
+  impl_->initialised = impl_->healthy = true;
   return {};
 }
 
@@ -984,7 +995,9 @@ Result<std::vector<std::byte>> Trainer::worker_init_payload() const {
 }
 
 Result<SyncReport> Trainer::send_weights(std::uint64_t version) {
-  return impl_->send_weights(version);
+  auto report = impl_->send_weights(version);
+  impl_->healthy = report.ok();
+  return report;
 }
 
 Status Trainer::send_message(const std::string& to, const std::string& topic, const std::string& body) {

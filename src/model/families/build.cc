@@ -699,10 +699,32 @@ Result<const families::Family*> find_family(const ModelConfig& config) {
                 ErrorInfo{.reason = Reason::kUnknownArchitecture});
 }
 
+namespace {
+
+// The families lay out plain weights; scales and packed types would be missed in silence.
+Status refuse_quantised(const ModelConfig& config) {
+  for (const char* const key : {"quantization_config", "compression_config"}) {
+    const auto found = config.other.find(key);
+    if (found == config.other.end() || found->second == "null") continue;
+    return refused(std::string("config.json has a ") + key + ": quantised checkpoints are not supported");
+  }
+  const std::optional<DType> dtype = config.dtype;
+  const bool plain = !dtype || *dtype == DType::kF32 || *dtype == DType::kBF16 || *dtype == DType::kF16 ||
+                     *dtype == DType::kF64;
+  if (!plain) {
+    return refused("config.json asks for dtype " + std::string(dtype_name(*dtype)) +
+                   "; a model is built in F64, F32, BF16 or F16");
+  }
+  return {};
+}
+
+}  // namespace
+
 Result<std::unique_ptr<Model>> build_model(const families::Family& family, const ModelConfig& config,
                                            const InferenceLayout& layout, std::int64_t consumer_id,
                                            const BuildOptions& options) {
   SHARDPULL_ASSIGN_OR_RETURN(const WorkerCoordinates at, worker_coordinates(layout, consumer_id));
+  SHARDPULL_RETURN_IF_ERROR(refuse_quantised(config));
   SHARDPULL_RETURN_IF_ERROR(check_config(family, config));
   if (layout.pp > 1 && !family.pipelines) {
     return refused("pp=" + std::to_string(layout.pp) + ": " + config.architecture() +
