@@ -1,5 +1,5 @@
-// ConsumerEngine: binds one ConsumerMachine to a transport, memory and threads. docs/ARCHITECTURE.md, "A
-// sync".
+// ConsumerEngine: binds one ConsumerMachine to a transport, memory and threads.
+// docs/ARCHITECTURE.md, "A sync".
 //
 // Confined to the progress thread once bound, except prepare(), which the caller's thread runs before.
 #pragma once
