@@ -89,7 +89,7 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
   bool beat(std::int64_t now_ns, std::int64_t heartbeat_ns, std::int64_t dead_after_ns) {
     MutexLock lock(mutex_);
     if (closed_) return false;
-    if (heard_ || !reading_) {  // while we do not read, silence is ours
+    if (heard_ || handling_ || !reading_) {  // while we do not read, silence is ours
       silent_beats_ = 0;
       heard_ns_ = now_ns;
     } else {
@@ -145,6 +145,10 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
       return;
     }
     const std::int64_t now_ns = SystemClock::instance().now_ns();
+    {
+      MutexLock lock(mutex_);
+      handling_ = true;  // joining a large frame takes a while
+    }
     const bool is_beat = incoming_.kind_case() == v1::Frame::kHeartbeat;
     const std::int64_t beat_sent_ns = incoming_.heartbeat().sent_ns();
     const bool is_whole = !is_beat && (incoming_.kind_case() != v1::Frame::kPart || join_part());
@@ -165,6 +169,7 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
       peer_beat_received_ns_ = now_ns;
     }
     if (is_whole) ++undelivered_;
+    handling_ = false;
     reading_ = false;
     read_more();
   }
@@ -263,7 +268,8 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
   bool ending_ SHARDPULL_GUARDED_BY(mutex_) = false;      // end_side() once the queue is empty
   bool side_ended_ SHARDPULL_GUARDED_BY(mutex_) = false;  // end_side() was called
   bool closed_ SHARDPULL_GUARDED_BY(mutex_) = false;      // no operation may be started any more
-  bool reading_ SHARDPULL_GUARDED_BY(mutex_) = false;
+  bool reading_ SHARDPULL_GUARDED_BY(mutex_) = false;     // from StartRead to the end of its reaction
+  bool handling_ SHARDPULL_GUARDED_BY(mutex_) = false;    // within the reaction
   bool read_ended_ SHARDPULL_GUARDED_BY(mutex_) = false;
   int undelivered_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   bool done_ SHARDPULL_GUARDED_BY(mutex_) = false;

@@ -117,7 +117,7 @@ ControlOptions options_for(const RunDirectory& directory, const Member& self, In
   options.self = self;
   options.incarnation = incarnation;
   options.heartbeat_ns = 50 * kNanosPerMilli;
-  options.dead_after_ns = 2 * kNanosPerSecond;
+  options.dead_after_ns = 10 * kNanosPerSecond;
   options.connect_timeout_ns = 10 * kNanosPerSecond;
   return options;
 }
