@@ -204,7 +204,7 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
       // The ring of its sharing group may exist already: its mates reserved before it, or it is a restarted
       // worker.
       if (tables_ != nullptr) {
-        const auto ring = rings_.find(header.consumer % tables_->workers_per_replica);
+        const auto ring = rings_.find(header.consumer % effective_workers_per_replica(*tables_));
         if (ring != rings_.end()) progress_.transport().grant(id, ring->second.memory).ignore();
       }
     }
@@ -281,7 +281,7 @@ void ProducerServer::perform(producer_action::AllocateRing& action) {
       ring_bytes_ += bytes - (ring.memory ? ring.memory->ref().bytes : 0);
       ring = {*memory, action.slot_bytes};
       for (const auto& [id, endpoint] : endpoints_) {
-        if (endpoint.consumer && *endpoint.consumer % tables_->workers_per_replica == sharing_group) {
+        if (endpoint.consumer && *endpoint.consumer % effective_workers_per_replica(*tables_) == sharing_group) {
           progress_.transport().grant(id, *memory).ignore();
         }
       }

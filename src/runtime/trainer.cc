@@ -16,7 +16,6 @@
 
 #include <fmt/format.h>
 
-#include "base/encoder.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "control/grpc/grpc_control.h"
@@ -120,8 +119,6 @@ struct Trainer::Impl final : TransportSink {
   // names `what`.
   Status wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms,
                   const std::function<std::string()>& what);
-  // Runs `event` on the progress thread and waits for it.
-  void on_progress(const std::function<void()>& event);
 
   // ---- on the progress thread
   // -----------------------------------------------------------------------------------------
@@ -689,10 +686,6 @@ void Trainer::Impl::perform(const SenderAction& action) {
 // ---- send_weights, on the caller's thread
 // -----------------------------------------------------------------------------------
 
-void Trainer::Impl::on_progress(const std::function<void()>& event) {
-  progress->run(event);
-}
-
 std::vector<std::uint32_t> Trainer::Impl::whole_replicas() const {
   const std::uint32_t per_replica = options.num_consumers / options.num_replicas;
   std::vector<std::uint32_t> whole;
@@ -732,7 +725,7 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
   }
   Status status;
   if (sender) {
-    on_progress([&] {
+    progress->run([&] {
       live = whole_replicas();
       if (live.empty() && !last_loss.ok()) {
         status = last_loss.with_context("no whole replica is left");
@@ -767,7 +760,7 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
   const Status verdict = wait_for(
       [&]() SHARDPULL_REQUIRES(mutex) { return closed.has_value() && closed->sync_id == open.sync_id; },
       kNoLimit, [&] { return fmt::format("trainer 0 to close sync {}", open.sync_id); });
-  on_progress([&] { running_sync = 0; });
+  progress->run([&] { running_sync = 0; });
   SHARDPULL_RETURN_IF_ERROR(verdict);
   SyncReport result;
   {
@@ -776,7 +769,7 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
   }
   SHARDPULL_RETURN_IF_ERROR(status);
   if (sender) {
-    on_progress([&] { result = report; });
+    progress->run([&] { result = report; });
     const auto by_id = [](const auto& a, const auto& b) { return a < b; };
     std::sort(result.workers.begin(), result.workers.end(),
               [&](const WorkerReport& a, const WorkerReport& b) { return by_id(a.consumer, b.consumer); });
@@ -798,7 +791,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
   std::unique_ptr<GroupStream> groups_stream = std::move(stream).value();
 
   Status status;
-  on_progress([&] {
+  progress->run([&] {
     running_sync = open.sync_id;
     failed = false;
     status = server->begin_sync(open.sync_id, open.version, open.live_consumers, rank.owned_groups);
@@ -817,7 +810,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
 
   // Fails the sync here and everywhere; the machine then ends the loop with RankDone.
   const auto give_up = [&](const Status& why) {
-    on_progress([&] {
+    progress->run([&] {
       server->fail(open.sync_id, why);
       drive_trainer([&](TrainerActions& out) { trainer->source_returned(out); });
     });
@@ -839,7 +832,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
       }
     }
     if (!action) {
-      on_progress([&] { server->fail(open.sync_id, status); });
+      progress->run([&] { server->fail(open.sync_id, status); });
       break;
     }
     if (const auto* ask = std::get_if<trainer_action::AskSource>(&*action)) {
@@ -848,7 +841,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
     } else if (std::holds_alternative<trainer_action::AskEnd>(*action)) {
       const Status at_end = expect_end(*groups_stream);
       if (at_end.ok()) {
-        on_progress([&] { drive_trainer([&](TrainerActions& out) { trainer->source_ended(out); }); });
+        progress->run([&] { drive_trainer([&](TrainerActions& out) { trainer->source_ended(out); }); });
       } else {
         give_up(at_end);
       }
@@ -900,7 +893,7 @@ Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
     return served.status();
   }
   Status status;
-  on_progress([&] {
+  progress->run([&] {
     if (failed) {  // found out while the source was asked; the machine waits for its return
       drive_trainer([&](TrainerActions& out) { trainer->source_returned(out); });
       return;
