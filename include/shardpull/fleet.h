@@ -40,6 +40,9 @@ struct RankReport {
   std::uint64_t export_ns = 0;  // time spent copying small tensors into export buffers
   std::uint64_t export_bytes = 0;
   std::uint64_t peak_resident_bytes = 0;  // most bytes of gathered groups held at once
+  // Pulls packed into serve slots in this sync. Workers of different replicas that take the same share one.
+  std::uint64_t packs = 0;
+  std::uint64_t packed_bytes = 0;
 };
 
 // A finished sync, as the sender sees it.

@@ -49,10 +49,12 @@ struct TensorView {
   std::uint64_t storage_bytes = 0;     // its size; decides packing (export_pack_limit)
 };
 
-// One name of a gather group as a source yields it: every name of the group has an entry, in metadata order;
-// names this rank does not hold carry no view.
+// One name (or piece) of a gather group as a source yields it. Every name of the group has an entry, in
+// metadata order; a name held in n pieces has n of them, in the order of held_pieces(). What this rank does
+// not hold, and what a sync of some names does not ask for, carries no view.
 struct NamedView {
-  std::uint32_t name = 0;  // index into the metadata
+  std::uint32_t name = 0;   // index into the metadata
+  std::uint32_t piece = 0;  // which of this rank's pieces of the name; 0 for a name held whole
   std::optional<TensorView> view;
 };
 
@@ -79,6 +81,9 @@ struct SyncRequest {
   std::uint64_t sync_id = 0;
   std::uint64_t version = 0;
   std::vector<std::uint32_t> groups;  // the owned groups to yield, ascending
+  // The names this sync is restricted to, ascending; empty: all. Only they need views, and only groups that
+  // have one of them are asked for.
+  std::vector<std::uint32_t> names;
 };
 
 // Trainer-side source of weights. One per rank. Called from the thread that calls Trainer::send_weights,
@@ -88,8 +93,17 @@ class WeightSource {
   virtual ~WeightSource() = default;
   // The WHOLE model in gather order, the same on every rank. Called once, at init.
   virtual std::vector<TensorMeta> metadata() const = 0;
-  // The names this rank holds, by index into metadata(). Default: all of them.
+  // The names this rank holds whole, by index into metadata(). Default: all of them, but for those that
+  // held_pieces() lists.
   virtual std::vector<std::uint32_t> held_names() const;
+  // What it holds of other names: boxes in their global shapes (`rank` is ignored), several per name where
+  // need be, none empty. Over all ranks they must cover each name; where boxes of several ranks overlap,
+  // consumers take the common part from any of them. Called once, at init.
+  virtual std::vector<Piece> held_pieces() const { return {}; }
+  // Whether what this rank holds stays in place, unchanged, from iter_groups to the end of the sync: it is
+  // then published group by group without waiting for credit, and never copied into export buffers. False:
+  // the source gathers a group when it is asked for it, and at most lookahead + 1 are resident.
+  virtual bool resident() const { return false; }
   // Whether every storage above export_pack_limit that this source yields lies in memory from
   // Trainer::allocate, so that consumers can map it. Checked when it is published: a view elsewhere is then
   // an error naming it. False: such tensors are packed.

@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "shardpull/fleet.h"
 #include "shardpull/source.h"
@@ -21,6 +22,10 @@
 namespace shardpull {
 
 enum class OnConsumerLoss : std::uint8_t { kContinue, kFail };
+
+// How a rank publishes: what its source declares (WeightSource::resident), or one of the two for all.
+// kResident is refused when the source does not keep its tensors in place.
+enum class PublishMode : std::uint8_t { kAuto, kGather, kResident };
 
 struct TrainerOptions {
   FleetOptions fleet;
@@ -35,6 +40,16 @@ struct TrainerOptions {
   std::uint64_t export_pack_limit_bytes = 64ull
                                           << 20;  // storages up to this size are packed into export buffers
   OnConsumerLoss on_consumer_loss = OnConsumerLoss::kContinue;
+  PublishMode publish = PublishMode::kAuto;
+};
+
+// Of one sync; the same on every rank.
+struct SendOptions {
+  // Glob patterns (*, ? and [...]; * also matches dots) of the checkpoint names to send, such as
+  // "model.layers.0.*". Empty: all names. Groups without a matching name are skipped on both sides, and the
+  // modules they feed keep their version. Refused: a pattern that matches nothing; a module that is fed by a
+  // matching and another name, naming both.
+  std::vector<std::string> names;
 };
 
 // Memory peers can map: weights that live in it are served without a copy. Freed when the last owner lets go.
@@ -70,7 +85,7 @@ class Trainer {
   // One sync. On every rank with the same version. Returns when every live worker has committed, or with the
   // first error (after which the next call may succeed: nothing of a failed sync lingers). The sender assigns
   // the sync id.
-  Result<SyncReport> send_weights(std::uint64_t version);
+  Result<SyncReport> send_weights(std::uint64_t version, const SendOptions& send = {});
 
   // Sends to "worker N" or "trainer N".
   Status send_message(const std::string& to, const std::string& topic, const std::string& body);

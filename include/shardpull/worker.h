@@ -28,8 +28,13 @@ struct WorkerOptions {
   std::uint32_t consumer = 0;                   // 0..C-1 over the whole fleet
   std::uint32_t ring_depth = 0;                 // 0 = the fleet's; another number is refused, naming both
   std::uint64_t max_chunk_bytes = 64ull << 20;  // 0 = off
+  std::uint32_t chunk_split = 1;                // >= 1: byte-balanced pieces a group's chunk is cut into
+  std::uint32_t pull_split = 1;                 // >= 1: producers one chunk is pulled from at once
   PathChoice path = PathChoice::kAuto;
   BakeOptions bake;
+  // A bake made before (read_recording, shardpull/recording.h): the model's loaders are not run. Its modules
+  // and parameters must be the model's. Null: bake.
+  std::shared_ptr<const Recording> recording;
 };
 
 // Thread-compatible.
@@ -52,6 +57,9 @@ class Worker {
 
   // The version the parameters hold, or an error listing the modules in a mixed state.
   Result<std::uint64_t> version() const;
+  // The version one module holds: after a sync of some names it may differ from version(), which is that of
+  // the last commit. NOT_FOUND for an unknown module; FAILED_PRECONDITION when it is mixed or unset.
+  Result<std::uint64_t> module_version(const std::string& module) const;
   // A sequence lock over the parameters, for readers on other threads that must not see a half-applied
   // version: odd from the first byte a sync may write until its commit, and after a failed sync until a later
   // one commits. Read it before and after (acquire); what was read in between is one version when both are

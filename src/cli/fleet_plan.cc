@@ -100,6 +100,7 @@ Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& op
   for (std::uint32_t rank = 0; rank < options.trainer.ranks(); ++rank) {
     tables.producers.push_back(fmt::format("trainer {}", rank));
     tables.producer_mappable.push_back(1);
+    tables.producer_resident.push_back(0);
   }
   tables.num_consumers = count;
   tables.num_replicas = static_cast<std::uint32_t>(options.inference.replicas);

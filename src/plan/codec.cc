@@ -332,6 +332,7 @@ Status read_tables(ByteReader& reader, InitTables& out) {
     SHARDPULL_RETURN_IF_ERROR(reader.u32(piece.owner_class));
   }
   SHARDPULL_RETURN_IF_ERROR(read_bytes(reader, out.producer_mappable, kMaxRanks));
+  SHARDPULL_RETURN_IF_ERROR(read_bytes(reader, out.producer_resident, kMaxRanks));
   SHARDPULL_RETURN_IF_ERROR(reader.u32(out.num_consumers));
   SHARDPULL_RETURN_IF_ERROR(reader.u32(out.num_replicas));
   SHARDPULL_RETURN_IF_ERROR(reader.u32(out.workers_per_replica));
@@ -384,6 +385,7 @@ Status read_holding(ByteReader& reader, Holding& out) {
     SHARDPULL_RETURN_IF_ERROR(reader.u32(piece.rank));
   }
   SHARDPULL_RETURN_IF_ERROR(reader.boolean(out.mappable));
+  SHARDPULL_RETURN_IF_ERROR(reader.boolean(out.resident));
   return reader.end();
 }
 
@@ -578,6 +580,7 @@ std::vector<std::byte> encode_tables(const InitTables& tables) {
     writer.u32(piece.owner_class);
   }
   write_bytes(writer, tables.producer_mappable);
+  write_bytes(writer, tables.producer_resident);
   writer.u32(tables.num_consumers);
   writer.u32(tables.num_replicas);
   writer.u32(tables.workers_per_replica);
@@ -608,6 +611,7 @@ std::vector<std::byte> encode_holding(const Holding& holding) {
     writer.u32(piece.rank);
   }
   writer.boolean(holding.mappable);
+  writer.boolean(holding.resident);
   return writer.take();
 }
 

@@ -26,6 +26,7 @@ InitTables tables_of(const Oracle& oracle) {
   tables.ownership = {
       .owner_sets = oracle.owner_sets, .name_owner_class = oracle.name_owner_class, .pieces = {}};
   tables.producer_mappable.assign(tables.producers.size(), 1);
+  tables.producer_resident.assign(tables.producers.size(), 0);
   tables.num_consumers = static_cast<std::uint32_t>(oracle.num_consumers);
   tables.num_replicas = static_cast<std::uint32_t>(oracle.num_replicas);
   tables.workers_per_replica = static_cast<std::uint32_t>(oracle.workers_per_replica);

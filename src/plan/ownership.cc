@@ -415,16 +415,18 @@ Status validate(const InitTables& tables) {
         fmt::format("group_lens sums to {}, but there are {} names", names, tables.metadata.size()));
   }
   SHARDPULL_RETURN_IF_ERROR(check_ownership(tables));
-  if (tables.producer_mappable.size() != tables.producers.size()) {
-    return plan_error(fmt::format("producer_mappable: {} entries for {} producers",
-                                  tables.producer_mappable.size(), tables.producers.size()));
-  }
-  for (std::size_t p = 0; p < tables.producer_mappable.size(); ++p) {
-    if (tables.producer_mappable[p] > 1) {
+  const auto check_flags = [&](std::string_view field, const std::vector<std::uint8_t>& flags) -> Status {
+    if (flags.size() != tables.producers.size()) {
       return plan_error(
-          fmt::format("producer_mappable[{}] is {}, neither 0 nor 1", p, tables.producer_mappable[p]));
+          fmt::format("{}: {} entries for {} producers", field, flags.size(), tables.producers.size()));
     }
-  }
+    for (std::size_t p = 0; p < flags.size(); ++p) {
+      if (flags[p] > 1) return plan_error(fmt::format("{}[{}] is {}, neither 0 nor 1", field, p, flags[p]));
+    }
+    return {};
+  };
+  SHARDPULL_RETURN_IF_ERROR(check_flags("producer_mappable", tables.producer_mappable));
+  SHARDPULL_RETURN_IF_ERROR(check_flags("producer_resident", tables.producer_resident));
   if (tables.num_consumers == 0 || tables.num_consumers > kMaxRanks) {
     return plan_error(
         fmt::format("num_consumers is {}, it must be 1 to {}", tables.num_consumers, kMaxRanks));

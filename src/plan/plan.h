@@ -68,6 +68,8 @@ struct Holding {
   // Whether every tensor this rank publishes lies in memory consumers can map; false: only storages up to
   // export_pack_limit (they are packed into export buffers) can be.
   bool mappable = true;
+  // Whether it publishes in place, without credit or export buffers (WeightSource::resident).
+  bool resident = false;
   friend bool operator==(const Holding&, const Holding&) = default;
 };
 
@@ -103,6 +105,7 @@ struct InitTables {
   std::vector<std::uint32_t> group_lens;
   Ownership ownership;
   std::vector<std::uint8_t> producer_mappable;  // per producer, Holding::mappable
+  std::vector<std::uint8_t> producer_resident;  // per producer, Holding::resident
   std::uint32_t num_consumers = 1;              // C
   std::uint32_t num_replicas = 1;
   std::uint32_t workers_per_replica = 0;        // 0 = C / num_replicas
@@ -219,12 +222,19 @@ struct WorkerPlan {
   friend bool operator==(const WorkerPlan&, const WorkerPlan&) = default;
 };
 
+// Which producer of several that hold the same bytes serves a chunk.
+enum class Balance : std::uint8_t {
+  kBytes,     // so that bytes per producer come out even (docs/PROTOCOL.md, "Routing")
+  kRotation,  // the next one with every gather group
+};
+
 struct PlanOptions {
   std::uint64_t max_chunk_bytes = 64ull << 20;  // 0 = off
   std::uint32_t chunk_split = 1;
   std::uint32_t pull_split = 1;
   PathPolicy path = PathPolicy::kAuto;
   bool mapping_available = true;                // the transport can map peers' memory
+  Balance balance = Balance::kBytes;
 };
 
 // Order of the chunks: groups ascending, owner classes ascending within a group, then the cuts by chunk_split and

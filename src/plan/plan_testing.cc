@@ -23,6 +23,7 @@ InitTables make_tables(std::vector<TensorMeta> metadata, std::uint32_t producers
   for (const GatherGroup& group : must(form_groups(metadata))) tables.group_lens.push_back(group.count);
   tables.metadata = std::move(metadata);
   tables.producer_mappable.assign(producers, 1);
+  tables.producer_resident.assign(producers, 0);
   tables.num_consumers = consumers;
   return tables;
 }

@@ -56,6 +56,7 @@ TinyModel tiny_model(const TinyOptions& options) {
     }
   }
   tables->producer_mappable.assign(options.producers, 1);
+  tables->producer_resident.assign(options.producers, 0);
   tables->num_consumers = options.consumers;
   tables->num_replicas = options.replicas;
   tables->ring_depth = options.ring_depth;

@@ -90,9 +90,15 @@ Status lost(const Member& member, const Status& why) {
 }  // namespace
 
 std::vector<std::uint32_t> WeightSource::held_names() const {
-  std::vector<std::uint32_t> all(metadata().size());
-  for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::uint32_t>(i);
-  return all;
+  std::vector<bool> whole(metadata().size(), true);
+  for (const Piece& piece : held_pieces()) {
+    if (piece.name < whole.size()) whole[piece.name] = false;
+  }
+  std::vector<std::uint32_t> names;
+  for (std::uint32_t name = 0; name < whole.size(); ++name) {
+    if (whole[name]) names.push_back(name);
+  }
+  return names;
 }
 
 struct Trainer::Impl final : TransportSink {
@@ -431,6 +437,7 @@ Result<InitTables> Trainer::Impl::resolve() {
     if (!decoded.ok()) return decoded.status().with_context(fmt::format("what trainer {} holds", rank));
     resolved.producers.push_back(message.producer_address);
     resolved.producer_mappable.push_back(decoded->mappable ? 1 : 0);
+    resolved.producer_resident.push_back(decoded->resident ? 1 : 0);
     holdings.push_back(std::move(*decoded));
   }
   SHARDPULL_ASSIGN_OR_RETURN(resolved.ownership, resolve_ownership(rank.metadata, holdings));
@@ -785,7 +792,7 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
 }
 
 Status Trainer::Impl::gather_loop(const SyncOpen& open) {
-  auto stream = source->iter_groups({open.sync_id, open.version, rank.owned_groups});
+  auto stream = source->iter_groups({open.sync_id, open.version, rank.owned_groups, {}});
   if (!stream.ok())
     return stream.status().with_context(fmt::format("the weight source of trainer {}", options.rank));
   std::unique_ptr<GroupStream> groups_stream = std::move(stream).value();
@@ -987,7 +994,7 @@ Result<std::vector<std::byte>> Trainer::worker_init_payload() const {
   return encode_tables(*impl_->tables);
 }
 
-Result<SyncReport> Trainer::send_weights(std::uint64_t version) {
+Result<SyncReport> Trainer::send_weights(std::uint64_t version, const SendOptions&) {
   auto report = impl_->send_weights(version);
   impl_->healthy = report.ok();
   return report;

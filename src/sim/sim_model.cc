@@ -261,6 +261,7 @@ Result<SimModel> SimModel::make(const SimOptions& options, std::uint64_t seed) {
   SHARDPULL_ASSIGN_OR_RETURN(
       tables->ownership, resolve_ownership(tables->metadata, holdings_of(options, tables->metadata, random)));
   tables->producer_mappable.assign(options.trainers, 1);
+  tables->producer_resident.assign(options.trainers, 0);
   if (options.path == PathPolicy::kAuto) {
     for (std::uint32_t r = 0; r < options.trainers; ++r)
       tables->producer_mappable[r] = random.chance(0.3) ? 1 : 0;

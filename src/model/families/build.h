@@ -24,7 +24,8 @@ namespace shardpull {
 struct InferenceLayout {
   int tp = 1;        // tensor parallel
   int pp = 1;        // pipeline stages
-  int dp = 1;        // data parallel: workers with the same weights, within one engine
+  int dp = 1;        // data parallel: within one engine, workers with the same weights but for experts
+  int ep = 1;        // expert parallel: 1, or tp x dp; experts are then not cut by tp
   int replicas = 1;  // independent engines
   std::int64_t workers() const { return std::int64_t{tp} * pp * dp * replicas; }
 };
@@ -32,6 +33,7 @@ struct InferenceLayout {
 // Where one worker stands in the layout.
 struct WorkerCoordinates {
   int replica = 0, dp_rank = 0, pp_rank = 0, tp_rank = 0;
+  int ep_rank = 0;  // dp_rank * tp + tp_rank when ep > 1, else 0
 };
 // Refused: a factor below 1, an id outside [0, workers()).
 Result<WorkerCoordinates> worker_coordinates(const InferenceLayout& layout, std::int64_t consumer_id);

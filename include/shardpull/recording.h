@@ -1,0 +1,50 @@
+// The recording file: a bake as text, so that a worker's plan can be made, and replayed, without the code of
+// its model. JSON Lines, one header and then one line per module, parameter, fill, copy and dead name; the
+// whole format is docs/FORMATS.md, "Recording file". Whoever writes it, the same bake gives the same bytes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "shardpull/bake.h"
+#include "shardpull/model.h"
+#include "shardpull/source.h"
+#include "shardpull/status.h"
+
+namespace shardpull {
+
+// What the header says beyond the format's version and the digest of the names.
+struct RecordingHeader {
+  std::string engine;        // who baked: "shardpull"
+  std::string architecture;  // of config.json: "Qwen3MoeForCausalLM"
+  std::string layout;        // of the inference side: "tp=2,dp=2,ep=4"
+  std::uint32_t worker = 0;  // its consumer id in that layout
+  friend bool operator==(const RecordingHeader&, const RecordingHeader&) = default;
+};
+
+// The file's text. Names are written out, so that it can be read against another order of the same names.
+// INTERNAL when the recording does not fit the metadata.
+Result<std::string> write_recording(const Recording& recording, const std::vector<TensorMeta>& metadata,
+                                    const RecordingHeader& header);
+
+struct RecordingFile {
+  RecordingHeader header;
+  Recording recording;  // its names are indices into the metadata it was read against
+};
+
+// Reads a recording from an untrusted `text` against `metadata`. Refused, naming `origin` and the line: another
+// format or version, text that is no strict JSON or above the limits of docs/FORMATS.md, unknown or missing
+// fields, names, dtypes or shapes other than the metadata's, slices that are not canonical or out of bounds,
+// op chains that do not give their slice, windows outside their parameters, copies that do not cover a baked
+// module.
+Result<RecordingFile> read_recording(std::string_view text, const std::vector<TensorMeta>& metadata,
+                                     std::string_view origin);
+
+// A model with the recording's modules and parameters, not materialised; its load_weights replays the op
+// chains on the tensors it is given. `recording` and `metadata` are copied.
+Result<std::unique_ptr<Model>> model_of(const Recording& recording, const std::vector<TensorMeta>& metadata);
+
+}  // namespace shardpull
