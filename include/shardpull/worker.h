@@ -34,7 +34,7 @@ struct WorkerOptions {
   BakeOptions bake;
   // A bake made before (read_recording, shardpull/recording.h): the model's loaders are not run. Its modules
   // and parameters must be the model's. Null: bake.
-  std::shared_ptr<const Recording> recording;
+  std::shared_ptr<const Recording> recording = nullptr;
 };
 
 // Thread-compatible.
