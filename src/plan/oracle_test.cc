@@ -1,5 +1,5 @@
 // Goal: the chunk cut, packed layouts, order, signals and owners of the recorded plans, with the recording's
-// settings: one chunk per group and owner class, packed.
+// settings: one chunk per group and owner class, packed, producers by rotation.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -103,8 +103,17 @@ TEST_P(RecordedPlan, equals_ours) {
     EXPECT_EQ(group_owners(tables), oracle.group_owners);
   }
 
+  if (!oracle.name_owner_class.empty()) {  // the same sets from what each trainer would declare
+    auto holdings = holdings_of(oracle.names, static_cast<std::uint32_t>(oracle.num_producers));
+    for (std::uint32_t name = 0; name < oracle.names.size(); ++name) {
+      const auto owner_class = static_cast<std::size_t>(oracle.name_owner_class[name]);
+      for (const std::uint32_t rank : oracle.owner_sets.at(owner_class)) hold(holdings[rank], name);
+    }
+    EXPECT_EQ(must(resolve_ownership(oracle.names, holdings)), tables.ownership);
+  }
+
   const WorkerPlan plan = must(plan_worker(tables, recording, static_cast<std::uint32_t>(oracle.consumer_id),
-                                           {.max_chunk_bytes = 0, .path = PathPolicy::kPacked}));
+                                           {.max_chunk_bytes = 0, .path = PathPolicy::kPacked, .balance = Balance::kRotation}));
   EXPECT_EQ(plan.pre_free, oracle.pre_free);
   ASSERT_EQ(plan.chunks.size(), oracle.chunks.size());
   for (std::size_t i = 0; i < plan.chunks.size(); ++i) {
