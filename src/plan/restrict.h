@@ -1,7 +1,10 @@
 // A sync of some names: what of a plan it runs. Both sides apply the same pure functions, so that
 // restrict_pulls(pulls_at(plan, p)) is pulls_at(restrict_plan(plan), p): keys of other names are left out,
-// pulls without keys too, and sequence numbers are counted anew in each lane. Chunk ids, run numbers, key
-// offsets and sizes stay those of the whole plan, so that slots and compiled copies are the same.
+// chunks and pulls without keys too; what is left of a chunk is laid out anew, so that no other byte moves,
+// and sequence numbers are counted anew in each lane. Chunk ids, run numbers, paths, producers and slot sizes
+// stay those of the whole plan: a restricted chunk fits the slots, and Chunk::chunk_id tells which chunk of
+// the whole plan it is (it is no index into the restricted plan's chunks). A run that is left without keys
+// keeps its place in Chunk::runs, with key_count 0: it is not pulled.
 #pragma once
 
 #include <cstdint>

@@ -171,7 +171,7 @@ TEST(Cases, case_095_a_failed_sync_leaves_the_worker_able_to_run_the_next) {
 TEST(Cases, case_096_of_two_updates_at_once_the_second_is_refused) {
   ConsumerBench b({.groups = 2});
   b.start(5, 5);
-  EXPECT_THAT(b.machine.start_update(0, 6, 6, b.out).message(), HasSubstr("while updating in sync 5"));
+  EXPECT_THAT(b.machine.start_update(0, 6, 6, nullptr, b.out).message(), HasSubstr("while updating in sync 5"));
   EXPECT_FALSE(b.machine.update(0, b.out).ok());
   b.run_to_end();
   EXPECT_EQ(b.update_result(), Status()) << "the first is not disturbed";

@@ -417,7 +417,7 @@ ConsumerMachine::ConsumerMachine(ConsumerConfig config)
 ConsumerMachine::~ConsumerMachine() = default;
 
 Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version,
-                                     ConsumerActions& out) {
+                                     std::shared_ptr<const WorkerPlan> plan, ConsumerActions& out) {
   State& s = *state_;
   (void)out;
   if (s.shut) return shutting_down();
@@ -432,6 +432,8 @@ Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id,
   }
   if (sync_id <= s.sync_id)
     return wrong_state(fmt::format("{}: sync {} is not after sync {}", me, sync_id, s.sync_id));
+  if (plan != nullptr)
+    return Status(StatusCode::kUnimplemented, fmt::format("{}: sync {}: only a part of the names", me, sync_id));
   s.state = WorkerState::kUpdating;
   s.sync_id = sync_id;
   s.version = version;

@@ -115,10 +115,13 @@ class ConsumerMachine {
   explicit ConsumerMachine(ConsumerConfig config);
   ~ConsumerMachine();
 
-  // Legal from idle, prepared (abandoned), failed, once nothing is in flight. Refused: while updating (also
-  // while an error drains) or committing, a sync id not above the last one, after shutdown.
+  // Legal from idle, prepared (abandoned), failed, once nothing is in flight. `plan`: what this sync runs, of
+  // restrict_plan on the whole plan; null = the whole plan. The same pointer again costs nothing. Until the
+  // next start_update `chunk` in events and actions is a Chunk::chunk_id of this plan. Refused: while
+  // updating (also while an error drains) or committing, a sync id not above the last one, a plan of another
+  // worker or depth, after shutdown.
   Status start_update(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version,
-                      ConsumerActions& out);
+                      std::shared_ptr<const WorkerPlan> plan, ConsumerActions& out);
   // Signals the groups this worker takes nothing from, issues the first K pulls. Refused without
   // start_update, with the first error when the sync has failed already.
   Status update(std::int64_t now_ns, ConsumerActions& out);

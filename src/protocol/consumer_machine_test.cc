@@ -184,7 +184,7 @@ TEST(ConsumerSignals, GroupsItTakesNothingFromAreSignalledAtTheStart) {
   model.recording.live = {0, 2};
   model.recording.dead = {1};
   ConsumerBench b(model.plan(0), 3);
-  ASSERT_EQ(b.machine.start_update(0, 1, 10, b.out), Status());
+  ASSERT_EQ(b.machine.start_update(0, 1, 10, nullptr, b.out), Status());
   EXPECT_THAT(b.signalled(), IsEmpty());
   ASSERT_EQ(b.machine.update(0, b.out), Status());
   EXPECT_THAT(b.signalled(), ElementsAre(Pair(0u, 1u)));
@@ -304,7 +304,7 @@ TEST(ConsumerErrors, InFlightWorkEndsBeforeTheFirstErrorIsReported) {
   ASSERT_EQ(b.count<ReportFailure>(), 1u) << "the sender hears at once";
   EXPECT_EQ(b.count<UpdateDone>(), 0u);
   EXPECT_EQ(b.machine.state(), WorkerState::kUpdating);
-  EXPECT_FALSE(b.machine.start_update(0, 2, 20, b.out).ok()) << "not before the slots are quiet";
+  EXPECT_FALSE(b.machine.start_update(0, 2, 20, nullptr, b.out).ok()) << "not before the slots are quiet";
 
   const std::size_t scatters = b.scattering().size(), transfers = b.transferring().size(),
                     posts = b.posting().size();
@@ -386,7 +386,7 @@ TEST(ConsumerErrors, ProducersHearWhatIsNotReadAnyMoreOnceNothingIsInFlight) {
 
 TEST(ConsumerErrors, TheCallerReceivesItFromTheNextCall) {
   ConsumerBench b({.groups = 1});
-  ASSERT_EQ(b.machine.start_update(0, 1, 10, b.out), Status());
+  ASSERT_EQ(b.machine.start_update(0, 1, 10, nullptr, b.out), Status());
   b.machine.fail(0, 1, kBroken, b.out);
   EXPECT_EQ(b.machine.state(), WorkerState::kFailed);
   EXPECT_EQ(b.machine.update(0, b.out), kBroken);
@@ -444,23 +444,23 @@ TEST(ConsumerStates, CallsOutOfOrderAreErrorsNamingTheState) {
   EXPECT_THAT(b.machine.finish_update(0, 1, b.out).message(), HasSubstr("while idle"));
   b.start(3, 10);
   EXPECT_THAT(b.machine.update(0, b.out).message(), HasSubstr("the worker is updating"));
-  EXPECT_THAT(b.machine.start_update(0, 4, 10, b.out).message(), HasSubstr("while updating in sync 3"));
+  EXPECT_THAT(b.machine.start_update(0, 4, 10, nullptr, b.out).message(), HasSubstr("while updating in sync 3"));
   EXPECT_THAT(b.machine.finish_update(0, 3, b.out).message(), HasSubstr("while updating"));
   b.ready(0);
   b.land(0);
   b.scattered(0);
   b.ack_all();
-  EXPECT_THAT(b.machine.start_update(0, 4, 10, b.out).message(), HasSubstr("post-processing of sync 3 runs"));
+  EXPECT_THAT(b.machine.start_update(0, 4, 10, nullptr, b.out).message(), HasSubstr("post-processing of sync 3 runs"));
   EXPECT_THAT(b.machine.finish_update(0, 2, b.out).message(),
               HasSubstr("of sync 2 while prepared in sync 3"));
   ASSERT_EQ(b.machine.finish_update(0, 3, b.out), Status());
   EXPECT_EQ(b.machine.state(), WorkerState::kCommitting);
-  EXPECT_THAT(b.machine.start_update(0, 4, 10, b.out).message(), HasSubstr("while committing"));
+  EXPECT_THAT(b.machine.start_update(0, 4, 10, nullptr, b.out).message(), HasSubstr("while committing"));
   EXPECT_THAT(b.machine.finish_update(0, 3, b.out).message(), HasSubstr("while committing"));
   b.posted(0);
   EXPECT_EQ(b.finish_result(), Status());
   EXPECT_EQ(b.machine.state(), WorkerState::kIdle);
-  EXPECT_THAT(b.machine.start_update(0, 3, 10, b.out).message(), HasSubstr("sync 3 is not after sync 3"));
+  EXPECT_THAT(b.machine.start_update(0, 3, 10, nullptr, b.out).message(), HasSubstr("sync 3 is not after sync 3"));
 }
 
 TEST(ConsumerStates, ModulesSayWhatTheyHold) {
@@ -669,7 +669,7 @@ TEST(ConsumerShutdown, DrainsFromEveryState) {
     ConsumerBench b({.groups = 1});
     b.machine.shutdown(b.out);
     EXPECT_THAT(b.out, IsEmpty());
-    EXPECT_EQ(b.machine.start_update(0, 1, 1, b.out).info().reason, Reason::kShutdown);
+    EXPECT_EQ(b.machine.start_update(0, 1, 1, nullptr, b.out).info().reason, Reason::kShutdown);
   }
   {
     ConsumerBench b({.groups = 2});
@@ -730,7 +730,7 @@ RC_GTEST_PROP(ConsumerStorm, KeepsItsInvariants, ()) {
 
   for (std::uint64_t sync = 1; sync <= 4; ++sync) {
     const bool fails = random.chance(0.4);
-    RC_ASSERT(b.machine.start_update(0, sync, sync, b.out).ok());
+    RC_ASSERT(b.machine.start_update(0, sync, sync, nullptr, b.out).ok());
     RC_ASSERT(b.machine.update(0, b.out).ok());
     std::vector<ConsumerAction> todo;
     std::set<std::uint32_t> landed, written;

@@ -802,12 +802,15 @@ ProducerMachine::~ProducerMachine() = default;
 
 Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version,
                                    const std::vector<std::uint32_t>& live,
-                                   const std::vector<std::uint32_t>& groups, ProducerActions& out) {
+                                   const std::vector<std::uint32_t>& groups, const NameSet& names,
+                                   ProducerActions& out) {
   State& s = *state_;
   if (s.shut) return shutting_down();
   if (sync_id <= s.sync_id) {
     return wrong_state(fmt::format("{}: sync {} is not after sync {}", s.me(), sync_id, s.sync_id));
   }
+  if (!names.empty())
+    return Status(StatusCode::kUnimplemented, fmt::format("sync {}: only a part of the names", sync_id));
   if (live.empty()) return bad_argument(fmt::format("sync {}: the live set is empty", sync_id));
   for (std::size_t i = 0; i < live.size(); ++i) {
     if (live[i] >= s.tables.num_consumers) {

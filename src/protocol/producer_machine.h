@@ -16,6 +16,7 @@
 #include <variant>
 #include <vector>
 
+#include "plan/restrict.h"
 #include "protocol/types.h"
 
 namespace shardpull {
@@ -104,15 +105,17 @@ class ProducerMachine {
   ~ProducerMachine();
 
   // Starts a sync on this rank. `live` ascending, distinct, within 0..C-1, not empty; `groups` = the owned
-  // groups of this sync (ascending, may be empty; those with no listed name are left out). Ends what is left
-  // of earlier syncs (SyncFailed, superseded). Then what was kept for this sync takes effect, a failure
-  // included: OK with SyncFailed in `out` is possible. Refused, nothing changed: a sync id not above the
-  // last, a bad live set, a group not owned.
+  // groups of this sync (ascending, may be empty). `names`: the sync moves these only, empty = all; it has
+  // the owned groups of which a name is listed, whether or not this rank holds one of those, and pulls are
+  // those of restrict_pulls. Ends what is left of earlier syncs (SyncFailed, superseded). Then what was kept
+  // for this sync takes effect, a failure included: OK with SyncFailed in `out` is possible. Refused,
+  // nothing changed: a sync id not above the last, a bad live set, a bad name set, a group not owned or
+  // without a listed name.
   Status begin_sync(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version,
                     const std::vector<std::uint32_t>& live, const std::vector<std::uint32_t>& groups,
-                    ProducerActions& out);
-  // The bytes are final. `views` has every name (or piece) this rank holds of the group, once each, in any
-  // order. Refused: not syncing (with the failure when the sync has failed), group not owned or published
+                    const NameSet& names, ProducerActions& out);
+  // The bytes are final. `views` has every listed name (or piece) this rank holds of the group, once each,
+  // in any order; it may have none. Refused: not syncing (with the failure when the sync has failed), group not owned or published
   // twice, a name missing, extra, or with another dtype or shape than the metadata, a view that leaves its
   // window.
   Status publish_group(std::int64_t now_ns, std::uint32_t group, std::vector<PublishedView> views,

@@ -121,14 +121,14 @@ TEST(ProducerEarly, ASignalOfAnEarlierSyncIsIgnored) {
 
 TEST(ProducerBegin, RefusesABadLiveSetAndChangesNothing) {
   ProducerBench b({.groups = 2, .producers = 2, .consumers = 3, .pipeline_stages = true});
-  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {}, {}, b.out).message(), HasSubstr("live set is empty"));
-  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {0, 3}, {}, b.out).message(), HasSubstr("live consumer 3"));
-  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {1, 1}, {}, b.out).message(), HasSubstr("not ascending"));
-  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {0}, {1}, b.out).message(), HasSubstr("does not own group 1"));
+  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {}, {}, {}, b.out).message(), HasSubstr("live set is empty"));
+  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {0, 3}, {}, {}, b.out).message(), HasSubstr("live consumer 3"));
+  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {1, 1}, {}, {}, b.out).message(), HasSubstr("not ascending"));
+  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {0}, {1}, {}, b.out).message(), HasSubstr("does not own group 1"));
   EXPECT_FALSE(b.machine.syncing());
-  EXPECT_EQ(b.machine.begin_sync(0, 1, 1, {0, 2}, {0}, b.out), Status());
+  EXPECT_EQ(b.machine.begin_sync(0, 1, 1, {0, 2}, {0}, {}, b.out), Status());
   EXPECT_THAT(b.machine.live(), ElementsAre(0u, 2u));
-  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {0}, {0}, b.out).message(), HasSubstr("not after sync 1"));
+  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {0}, {0}, {}, b.out).message(), HasSubstr("not after sync 1"));
 }
 
 TEST(ProducerBegin, EndsWhatIsLeftOfEarlierSyncs) {
@@ -350,7 +350,7 @@ TEST(ProducerPull, OfAGroupThatIsNotPartOfTheSyncIsRefused) {
   ProducerBench b({.groups = 2});
   b.reserve_all();
   b.sync_id = 1;
-  ASSERT_EQ(b.machine.begin_sync(0, 1, 1, {0}, {0}, b.out), Status());
+  ASSERT_EQ(b.machine.begin_sync(0, 1, 1, {0}, {0}, {}, b.out), Status());
   b.pull(0, 1);
   EXPECT_THAT(b.refusal(), HasSubstr("group 1 is not part of sync 1"));
 }
@@ -804,7 +804,7 @@ TEST(ProducerEnd, AStallInEndSyncIsAFailureNeverANormalReturn) {
 
 TEST(ProducerEnd, ARankWithoutGroupsEndsAtOnce) {
   ProducerBench b({.groups = 1, .producers = 2, .pipeline_stages = true}, 1);
-  ASSERT_EQ(b.machine.begin_sync(0, 1, 1, {0}, {}, b.out), Status());
+  ASSERT_EQ(b.machine.begin_sync(0, 1, 1, {0}, {}, {}, b.out), Status());
   ASSERT_EQ(b.machine.end_sync(0, b.out), Status());
   EXPECT_EQ(b.count<SyncEnded>(), 1u);
 }

@@ -134,7 +134,7 @@ Status ProducerBench::begin(std::uint64_t sync, std::vector<std::uint32_t> live)
     if (std::binary_search(owners[g].begin(), owners[g].end(), rank)) owned.push_back(g);
   }
   sync_id = sync;
-  return machine.begin_sync(now, sync, sync * 10, live, owned, out);
+  return machine.begin_sync(now, sync, sync * 10, live, owned, {}, out);
 }
 
 std::vector<PublishedView> ProducerBench::views(std::uint32_t group) const {
@@ -194,7 +194,7 @@ ConsumerBench::ConsumerBench(std::shared_ptr<const WorkerPlan> given, std::uint3
     : plan(std::move(given)), machine(consumer_config(plan, num_modules, stall_timeout_ns)) {}
 
 void ConsumerBench::start(std::uint64_t sync, std::uint64_t version) {
-  EXPECT_EQ(machine.start_update(now, sync, version, out), Status());
+  EXPECT_EQ(machine.start_update(now, sync, version, nullptr, out), Status());
   EXPECT_EQ(machine.update(now, out), Status());
 }
 

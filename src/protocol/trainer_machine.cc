@@ -31,6 +31,7 @@ struct TrainerMachine::State {
   std::uint32_t lookahead = 1;
   std::uint64_t sync_id = 0;
   bool running = false;
+  bool unbounded = false;  // publishes in place: no credit
   std::vector<std::uint32_t> groups;
   std::size_t next = 0;  // groups[next] is asked for next
   bool asking = false;   // a source call is under way
@@ -49,7 +50,7 @@ struct TrainerMachine::State {
       out.push_back(RankDone{sync_id, error});
       return;
     }
-    if (asking || asked_end || resident.size() > lookahead) {
+    if (asking || asked_end || (!unbounded && resident.size() > lookahead)) {
       if (source_over && !ending) {
         ending = true;
         out.push_back(EndProducer{});
@@ -74,7 +75,8 @@ TrainerMachine::TrainerMachine(std::uint32_t lookahead) : state_(std::make_uniqu
 }
 TrainerMachine::~TrainerMachine() = default;
 
-Status TrainerMachine::begin(std::uint64_t sync_id, std::vector<std::uint32_t> groups, TrainerActions& out) {
+Status TrainerMachine::begin(std::uint64_t sync_id, std::vector<std::uint32_t> groups, bool resident,
+                             TrainerActions& out) {
   State& s = *state_;
   if (s.running)
     return wrong_state(fmt::format("sync {} begun while sync {} runs on this rank", sync_id, s.sync_id));
@@ -84,6 +86,7 @@ Status TrainerMachine::begin(std::uint64_t sync_id, std::vector<std::uint32_t> g
   s.sync_id = sync_id;
   s.running = true;
   s.groups = std::move(groups);
+  s.unbounded = resident;
   s.advance(out);
   return {};
 }

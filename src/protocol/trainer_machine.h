@@ -45,8 +45,9 @@ class TrainerMachine {
   ~TrainerMachine();
   // After ProducerMachine::begin_sync has returned OK and not failed the sync at once (a failure that was
   // kept for it): such a sync has nothing to gather and is not begun here. `groups`: the owned groups of this
-  // sync, ascending (may be empty). Refused while a sync runs here.
-  Status begin(std::uint64_t sync_id, std::vector<std::uint32_t> groups, TrainerActions& out);
+  // sync, ascending (may be empty). `resident`: no credit; the groups are asked for one after the other
+  // without waiting for freed ones, so that peak_resident() is not bounded. Refused while a sync runs here.
+  Status begin(std::uint64_t sync_id, std::vector<std::uint32_t> groups, bool resident, TrainerActions& out);
   void published(std::uint32_t group, TrainerActions& out);    // the asked group has been published
   void group_freed(std::uint32_t group, TrainerActions& out);  // from the producer
   void source_ended(TrainerActions& out);

@@ -49,7 +49,7 @@ TEST(TrainerCredit, AtMostLookaheadPlusOneGroupsAreResident) {
   for (const std::uint32_t lookahead : {0u, 1u, 3u}) {
     SCOPED_TRACE(lookahead);
     RankBench b(lookahead);
-    ASSERT_EQ(b.machine.begin(1, {2, 3, 5, 7, 8, 9}, b.out), Status());
+    ASSERT_EQ(b.machine.begin(1, {2, 3, 5, 7, 8, 9}, false, b.out), Status());
     const std::vector<std::uint32_t> groups{2, 3, 5, 7, 8, 9};
     for (std::uint32_t i = 0; i <= lookahead; ++i) {
       EXPECT_EQ(b.asked().size(), i + 1) << "one call at a time, in order";
@@ -65,7 +65,7 @@ TEST(TrainerCredit, AtMostLookaheadPlusOneGroupsAreResident) {
 
 TEST(TrainerCredit, GroupsFreeOutOfOrder) {
   RankBench b(1);
-  ASSERT_EQ(b.machine.begin(1, {0, 1, 2}, b.out), Status());
+  ASSERT_EQ(b.machine.begin(1, {0, 1, 2}, false, b.out), Status());
   b.machine.published(0, b.out);
   b.machine.published(1, b.out);
   b.machine.group_freed(1, b.out);
@@ -80,7 +80,7 @@ TEST(TrainerCredit, GroupsFreeOutOfOrder) {
 
 TEST(TrainerCredit, TheSourceIsAskedOnceMoreAndTheProducerEndsAfterIt) {
   RankBench b(0);
-  ASSERT_EQ(b.machine.begin(1, {4}, b.out), Status());
+  ASSERT_EQ(b.machine.begin(1, {4}, false, b.out), Status());
   b.machine.published(4, b.out);
   EXPECT_EQ(b.count<AskEnd>(), 0u) << "asking needs credit, also for the last time";
   b.machine.group_freed(4, b.out);
@@ -97,7 +97,7 @@ TEST(TrainerCredit, TheSourceIsAskedOnceMoreAndTheProducerEndsAfterIt) {
 
 TEST(TrainerCredit, GroupsFreedAfterTheSourceEndedAreReleasedToo) {
   RankBench b(3);
-  ASSERT_EQ(b.machine.begin(1, {0, 1}, b.out), Status());
+  ASSERT_EQ(b.machine.begin(1, {0, 1}, false, b.out), Status());
   b.machine.published(0, b.out);
   b.machine.published(1, b.out);
   EXPECT_EQ(b.count<AskEnd>(), 1u);
@@ -113,7 +113,7 @@ TEST(TrainerCredit, GroupsFreedAfterTheSourceEndedAreReleasedToo) {
 
 TEST(TrainerCredit, ARankWithoutGroupsStillRunsItsSourceToTheEnd) {
   RankBench b(1);
-  ASSERT_EQ(b.machine.begin(1, {}, b.out), Status());
+  ASSERT_EQ(b.machine.begin(1, {}, false, b.out), Status());
   EXPECT_EQ(b.count<AskEnd>(), 1u);
   b.machine.source_ended(b.out);
   b.machine.producer_ended(b.out);
@@ -122,14 +122,14 @@ TEST(TrainerCredit, ARankWithoutGroupsStillRunsItsSourceToTheEnd) {
 
 TEST(TrainerCredit, OneSyncAtATime) {
   RankBench b(1);
-  ASSERT_EQ(b.machine.begin(1, {0}, b.out), Status());
-  EXPECT_THAT(b.machine.begin(2, {0}, b.out).message(), HasSubstr("while sync 1 runs"));
+  ASSERT_EQ(b.machine.begin(1, {0}, false, b.out), Status());
+  EXPECT_THAT(b.machine.begin(2, {0}, false, b.out).message(), HasSubstr("while sync 1 runs"));
 }
 
 TEST(TrainerFail, ReferencesAreDroppedWhenSourceCallAndPacksHaveEnded) {
   for (const bool quiet_first : {false, true}) {
     RankBench b(2);
-    ASSERT_EQ(b.machine.begin(1, {0, 1, 2, 3}, b.out), Status());
+    ASSERT_EQ(b.machine.begin(1, {0, 1, 2, 3}, false, b.out), Status());
     b.machine.published(0, b.out);
     b.machine.published(1, b.out);  // group 2 is being asked for
     b.machine.fail(kBroken, b.out);
@@ -150,7 +150,7 @@ TEST(TrainerFail, ReferencesAreDroppedWhenSourceCallAndPacksHaveEnded) {
 
 TEST(TrainerFail, WhileWaitingForCreditAndInEndSync) {
   RankBench waiting(0);
-  ASSERT_EQ(waiting.machine.begin(1, {0, 1}, waiting.out), Status());
+  ASSERT_EQ(waiting.machine.begin(1, {0, 1}, false, waiting.out), Status());
   waiting.machine.published(0, waiting.out);
   waiting.machine.fail(kBroken, waiting.out);
   waiting.machine.producer_quiet(waiting.out);
@@ -158,7 +158,7 @@ TEST(TrainerFail, WhileWaitingForCreditAndInEndSync) {
   EXPECT_THAT(waiting.released(), ElementsAre(0u));
 
   RankBench ending(1);
-  ASSERT_EQ(ending.machine.begin(1, {0}, ending.out), Status());
+  ASSERT_EQ(ending.machine.begin(1, {0}, false, ending.out), Status());
   ending.machine.published(0, ending.out);
   ending.machine.source_ended(ending.out);
   ending.machine.fail(kBroken, ending.out);
@@ -168,7 +168,7 @@ TEST(TrainerFail, WhileWaitingForCreditAndInEndSync) {
   EXPECT_EQ(of_kind<RankDone>(ending.out).at(0).status, kBroken);
 
   ending.out.clear();
-  ASSERT_EQ(ending.machine.begin(2, {0}, ending.out), Status()) << "the next sync starts fresh";
+  ASSERT_EQ(ending.machine.begin(2, {0}, false, ending.out), Status()) << "the next sync starts fresh";
   EXPECT_THAT(ending.asked(), ElementsAre(0u));
 }
 
@@ -180,7 +180,7 @@ RC_GTEST_PROP(TrainerCreditStorm, NeverMoreThanTheBoundAndAlwaysToTheEnd, ()) {
   std::vector<std::uint32_t> groups(random.below(12));
   for (std::uint32_t i = 0; i < groups.size(); ++i) groups[i] = i;
   std::vector<std::uint32_t> published;
-  RC_ASSERT(b.machine.begin(1, groups, b.out).ok());
+  RC_ASSERT(b.machine.begin(1, groups, false, b.out).ok());
   bool asking_end = false, ended = false, over = false;
   std::optional<std::uint32_t> asked;
   std::size_t next = 0;

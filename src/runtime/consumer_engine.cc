@@ -199,7 +199,7 @@ void ConsumerEngine::drive(Event event) {
 Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version) {
   Status status;
   drive([&](std::int64_t now, ConsumerActions& out) {
-    status = machine_.start_update(now, sync_id, version, out);
+    status = machine_.start_update(now, sync_id, version, nullptr, out);
   });
   if (status.ok()) {
     bytes_moved_ = copy_ns_ = update_ns_ = 0;

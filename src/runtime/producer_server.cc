@@ -83,7 +83,7 @@ Status ProducerServer::begin_sync(std::uint64_t sync_id, std::uint64_t version,
   data_.clear();
   names_of_group_.clear();
   drive([&](std::int64_t now, ProducerActions& out) {
-    status = machine_->begin_sync(now, sync_id, version, live, groups, out);
+    status = machine_->begin_sync(now, sync_id, version, live, groups, {}, out);
   });
   return status;
 }

@@ -805,7 +805,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
     if (!status.ok()) return;
     if (!failed)
       drive_trainer(
-          [&](TrainerActions& out) { status = trainer->begin(open.sync_id, rank.owned_groups, out); });
+          [&](TrainerActions& out) { status = trainer->begin(open.sync_id, rank.owned_groups, false, out); });
     if (failed) status = server->failure();
     if (!status.ok()) {
       server->fail(open.sync_id, status);

@@ -143,7 +143,7 @@ void SimTrainer::try_begin() {
   version_ = open.version;
   produce([&](std::int64_t now, ProducerActions& out) {
     const Status status = producer_->begin_sync(now, open.sync_id, open.version, open.live_consumers,
-                                                model_.owned_groups[rank_], out);
+                                                model_.owned_groups[rank_], {}, out);
     if (!status.ok()) world_.broken("begin_sync: {}", status.to_string());
   });
   send(kSender, SyncBegan{open.sync_id});
@@ -154,7 +154,7 @@ void SimTrainer::try_begin() {
     return send(kSender, ended);
   }
   train([&](TrainerActions& out) {
-    const Status status = trainer_.begin(open.sync_id, model_.owned_groups[rank_], out);
+    const Status status = trainer_.begin(open.sync_id, model_.owned_groups[rank_], false, out);
     if (!status.ok()) world_.broken("trainer begin: {}", status.to_string());
   });
 }

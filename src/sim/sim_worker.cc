@@ -383,7 +383,7 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
   } else if (auto* start = std::get_if<StartUpdate>(&body)) {
     Status status;
     drive([&](std::int64_t now, ConsumerActions& out) {
-      status = machine_.start_update(now, start->sync_id, start->version, out);
+      status = machine_.start_update(now, start->sync_id, start->version, nullptr, out);
     });
     if (status.ok()) {
       version_ = start->version;
