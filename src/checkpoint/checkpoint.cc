@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "base/status_macros.h"
+#include "base/strict_json.h"
 #include "checkpoint/posix_file.h"
-#include "checkpoint/strict_json.h"
 
 namespace shardpull {
 namespace {

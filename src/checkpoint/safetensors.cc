@@ -17,9 +17,9 @@
 
 #include "base/checked.h"
 #include "base/status_macros.h"
+#include "base/strict_json.h"
 #include "base/units.h"
 #include "checkpoint/posix_file.h"
-#include "checkpoint/strict_json.h"
 #include "shardpull/slice.h"
 
 namespace shardpull {

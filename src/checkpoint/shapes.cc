@@ -10,8 +10,8 @@
 
 #include "base/checked.h"
 #include "base/status_macros.h"
+#include "base/strict_json.h"
 #include "checkpoint/safetensors.h"
-#include "checkpoint/strict_json.h"
 
 namespace shardpull {
 namespace {

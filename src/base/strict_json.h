@@ -1,4 +1,4 @@
-// JSON from strangers: the checks that nlohmann-json leaves to its caller, shared by every reader of this room. Private.
+// JSON from strangers: the checks that nlohmann-json leaves to its caller, shared by every reader of files.
 //
 // Two passes. check_text() looks at the bytes: UTF-8, and no control character but white space (nlohmann takes a NUL for the
 // end of the input). StrictSax then drives the parser event by event; what it cannot place it refuses, so that nothing is
