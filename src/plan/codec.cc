@@ -2,8 +2,8 @@
 // four-byte tag and the encoding's version; the field order is that of the structs in plan.h. A value has one
 // encoding, and only that decodes:
 //
-//   "SPMD" metadata (digested only)   "SPHO" a holding    "SPTB" the init tables
-//   "SPLN" a worker's plan            "SPPU" the pulls at one producer
+//   "SPHO" a holding         "SPTB" the init tables
+//   "SPLN" a worker's plan   "SPPU" the pulls at one producer
 //
 // Decoders believe nothing: counts are checked against limits and against the bytes that are left before
 // memory is taken, enumerations and slices against their formats. What needs tables to check is checked by
@@ -41,7 +41,6 @@ constexpr std::uint32_t tag(const char (&text)[5]) {
          static_cast<std::uint32_t>(static_cast<unsigned char>(text[2])) << 16 |
          static_cast<std::uint32_t>(static_cast<unsigned char>(text[3])) << 24;
 }
-constexpr std::uint32_t kMetadataTag = tag("SPMD");
 constexpr std::uint32_t kHoldingTag = tag("SPHO");
 constexpr std::uint32_t kTablesTag = tag("SPTB");
 constexpr std::uint32_t kPlanTag = tag("SPLN");
@@ -442,18 +441,6 @@ Status check_key(const PullDescription& pull, const ChunkKey& key, std::uint64_t
 }
 
 }  // namespace
-
-std::string to_string(const Digest128& digest) {
-  return fmt::format("{:016x}{:016x}", digest.high, digest.low);
-}
-
-Digest128 metadata_digest(const std::vector<TensorMeta>& metadata) {
-  ByteWriter writer;
-  write_header(writer, kMetadataTag);
-  writer.u32(static_cast<std::uint32_t>(metadata.size()));
-  for (const TensorMeta& meta : metadata) write_meta(writer, meta);
-  return digest_of(writer.bytes());
-}
 
 std::vector<std::byte> encode(const WorkerPlan& plan) {
   ByteWriter writer;

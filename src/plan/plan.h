@@ -18,6 +18,7 @@
 #include "shardpull/slice.h"
 #include "shardpull/source.h"
 #include "shardpull/status.h"
+#include "tensor/metadata_digest.h"
 
 namespace shardpull {
 
@@ -29,12 +30,6 @@ inline constexpr std::uint32_t kMaxOwnerSets = 4'000'000;      // distinct owner
 inline constexpr std::uint32_t kMaxChunks = 16'000'000;        // chunks of one worker, and pulls at one producer
 inline constexpr std::uint32_t kMaxKeysPerChunk = 4'000'000;   // fetch keys of one chunk
 inline constexpr std::uint32_t kMaxPartsPerScatter = 4096;     // keys one recorded copy may be cut into by one piece
-
-struct Digest128 {
-  std::uint64_t low = 0, high = 0;
-  friend bool operator==(const Digest128&, const Digest128&) = default;
-};
-std::string to_string(const Digest128& digest);  // 32 hex digits
 
 // ---- gather groups ----------------------------------------------------------------------------------------------------
 
@@ -53,8 +48,6 @@ Result<std::vector<GatherGroup>> form_groups(const std::vector<TensorMeta>& meta
 // The reference's order of a list of names: unindexed before the first indexed one; prefixes by first appearance, values
 // ascending; all other unindexed names. Returns indices into `names`; names of one group keep their order.
 std::vector<std::uint32_t> normalise(const std::vector<std::string>& names);
-// XXH3-128 over count, names, dtypes and shapes, in order.
-Digest128 metadata_digest(const std::vector<TensorMeta>& metadata);
 
 // ---- ownership --------------------------------------------------------------------------------------------------------
 
