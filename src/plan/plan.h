@@ -161,6 +161,7 @@ struct ChunkKey {
 };
 
 // One part of a chunk that one producer serves: keys [first_key, first_key + key_count). One run unless pull_split > 1.
+// Without keys (in a restricted plan only) nothing is pulled: the run keeps its place among the chunk's.
 struct Run {
   std::uint32_t producer = 0;
   std::uint32_t first_key = 0, key_count = 0;

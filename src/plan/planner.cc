@@ -575,7 +575,7 @@ std::vector<PullDescription> pulls_at(const WorkerPlan& plan, std::uint32_t prod
   for (const Chunk& chunk : plan.chunks) {
     for (std::uint32_t r = 0; r < chunk.runs.size(); ++r) {
       const Run& run = chunk.runs[r];
-      if (run.producer != producer) continue;
+      if (run.producer != producer || run.key_count == 0) continue;
       PullDescription& pull = pulls.emplace_back();
       pull.chunk_id = chunk.chunk_id;
       pull.run = r;
