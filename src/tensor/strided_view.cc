@@ -394,17 +394,17 @@ Result<Sizes> StridedView::flatten_sizes(std::int64_t start_arg, std::int64_t en
   return sizes;
 }
 
-Result<std::vector<StridedView>> StridedView::chunk(std::int64_t chunks, std::int64_t dim_arg) const {
+Result<StridedView::EvenCut> StridedView::chunk_cut(std::int64_t chunks, std::int64_t dim_arg) const {
   if (shape.empty()) return refused("the tensor has no dim to cut");
   if (chunks < 1) return refused(fmt::format("{} chunks asked for, at least 1 is needed", chunks));
   SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t d, wrap_dim(dim_arg, dim()));
   const std::int64_t size = shape[static_cast<std::size_t>(d)];
-  if (size > 0) return split(ceil_div(size, chunks), d);
+  if (size > 0) return split_cut(ceil_div(size, chunks), d);
   SHARDPULL_RETURN_IF_ERROR(check_outputs(chunks));
-  return split(Sizes(static_cast<std::size_t>(chunks), 0), d);
+  return EvenCut{.dim = d, .size = 0, .parts = chunks};
 }
 
-Result<std::vector<StridedView>> StridedView::split(std::int64_t size, std::int64_t dim_arg) const {
+Result<StridedView::EvenCut> StridedView::split_cut(std::int64_t size, std::int64_t dim_arg) const {
   if (shape.empty()) return refused("the tensor has no dim to cut");
   if (size < 0) return refused(fmt::format("split size {} is negative", size));
   SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t d, wrap_dim(dim_arg, dim()));
@@ -412,14 +412,36 @@ Result<std::vector<StridedView>> StridedView::split(std::int64_t size, std::int6
   if (size == 0 && whole != 0) return refused(fmt::format("split size 0 for dim {} of size {}", d, whole));
   const std::int64_t parts = size == 0 ? 1 : std::max<std::int64_t>(ceil_div(whole, size), 1);
   SHARDPULL_RETURN_IF_ERROR(check_outputs(parts));
+  return EvenCut{.dim = d, .size = size, .parts = parts};
+}
+
+Result<StridedView> StridedView::part(const EvenCut& cut, std::int64_t index) const {
+  const std::int64_t start = index * cut.size;
+  return narrow(cut.dim, start, std::min(cut.size, shape[static_cast<std::size_t>(cut.dim)] - start));
+}
+
+namespace {
+
+Result<std::vector<StridedView>> all_parts(const StridedView& view, const StridedView::EvenCut& cut) {
   std::vector<StridedView> result;
-  result.reserve(static_cast<std::size_t>(parts));
-  for (std::int64_t i = 0; i < parts; ++i) {
-    const std::int64_t start = i * size;
-    SHARDPULL_ASSIGN_OR_RETURN(StridedView part, narrow(d, start, std::min(size, whole - start)));
+  result.reserve(static_cast<std::size_t>(cut.parts));
+  for (std::int64_t i = 0; i < cut.parts; ++i) {
+    SHARDPULL_ASSIGN_OR_RETURN(StridedView part, view.part(cut, i));
     result.push_back(std::move(part));
   }
   return result;
+}
+
+}  // namespace
+
+Result<std::vector<StridedView>> StridedView::chunk(std::int64_t chunks, std::int64_t dim_arg) const {
+  SHARDPULL_ASSIGN_OR_RETURN(const EvenCut cut, chunk_cut(chunks, dim_arg));
+  return all_parts(*this, cut);
+}
+
+Result<std::vector<StridedView>> StridedView::split(std::int64_t size, std::int64_t dim_arg) const {
+  SHARDPULL_ASSIGN_OR_RETURN(const EvenCut cut, split_cut(size, dim_arg));
+  return all_parts(*this, cut);
 }
 
 Result<std::vector<StridedView>> StridedView::split(const Sizes& sizes, std::int64_t dim_arg) const {
@@ -447,15 +469,20 @@ Result<std::vector<StridedView>> StridedView::split(const Sizes& sizes, std::int
   return result;
 }
 
-Result<std::vector<StridedView>> StridedView::unbind(std::int64_t dim_arg) const {
+Result<std::int64_t> StridedView::unbind_count(std::int64_t dim_arg) const {
   if (shape.empty()) return refused("the tensor has no dim to unbind");
   SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t d, wrap_dim(dim_arg, dim()));
   const std::int64_t size = shape[static_cast<std::size_t>(d)];
   SHARDPULL_RETURN_IF_ERROR(check_outputs(size));
+  return size;
+}
+
+Result<std::vector<StridedView>> StridedView::unbind(std::int64_t dim_arg) const {
+  SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t size, unbind_count(dim_arg));
   std::vector<StridedView> result;
   result.reserve(static_cast<std::size_t>(size));
   for (std::int64_t i = 0; i < size; ++i) {
-    SHARDPULL_ASSIGN_OR_RETURN(StridedView part, select(d, i));
+    SHARDPULL_ASSIGN_OR_RETURN(StridedView part, select(dim_arg, i));
     result.push_back(std::move(part));
   }
   return result;

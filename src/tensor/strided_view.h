@@ -50,6 +50,16 @@ struct StridedView {
   Result<std::optional<StridedView>> reshape_view(const Sizes& sizes) const;
   // The sizes flatten(start, end) reshapes to.
   Result<Sizes> flatten_sizes(std::int64_t start, std::int64_t end) const;
+  // `parts` parts of `size` along `dim`, the last one maybe shorter: what chunk() and split(size) cut.
+  struct EvenCut {
+    std::int64_t dim = 0, size = 0, parts = 0;
+  };
+  Result<EvenCut> chunk_cut(std::int64_t chunks, std::int64_t dim) const;
+  Result<EvenCut> split_cut(std::int64_t size, std::int64_t dim) const;
+  // How many tensors unbind() gives.
+  Result<std::int64_t> unbind_count(std::int64_t dim) const;
+  // Part `index` of the cut, 0 <= index < parts, without making the others.
+  Result<StridedView> part(const EvenCut& cut, std::int64_t index) const;
   Result<std::vector<StridedView>> chunk(std::int64_t chunks, std::int64_t dim) const;
   Result<std::vector<StridedView>> split(std::int64_t size, std::int64_t dim) const;
   Result<std::vector<StridedView>> split(const Sizes& sizes, std::int64_t dim) const;

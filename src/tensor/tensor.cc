@@ -177,6 +177,10 @@ struct Tensor::Impl {
     return children;
   }
 
+  // Output `index` of the multi-output operation `op`, without making the others: a recording names one of
+  // hundreds, and is replayed once for each. Nothing when the arguments have the wrong form.
+  std::optional<Result<Tensor>> child(OpKind kind, const Op& op, std::int64_t index) const;
+
   // A dim argument as a chain records it: counted from the front. Out-of-range ones stay as they were; the
   // operation refuses them.
   std::int64_t wrapped(std::int64_t dim, std::int64_t extra = 0) const {
@@ -449,18 +453,6 @@ Status malformed(const OpSpec& spec) {
                 {.reason = Reason::kUnsupportedOp});
 }
 
-// Applies a multi-output operation. Nothing when the arguments have the wrong form.
-std::optional<Result<std::vector<Tensor>>> apply_multi(const Tensor& tensor, OpKind kind,
-                                                       const Arguments& args) {
-  if (kind == OpKind::kUnbind && args.integers_up_to(1)) return tensor.unbind(args.integer_or(0, 0));
-  if (args.size() == 0 || args.size() > 2 || (args.size() == 2 && !args.is_int(1))) return std::nullopt;
-  const std::int64_t dim = args.integer_or(1, 0);
-  if (kind == OpKind::kChunk && args.is_int(0)) return tensor.chunk(args.integer(0), dim);
-  if (kind == OpKind::kSplit && args.is_int(0)) return tensor.split(args.integer(0), dim);
-  if (kind == OpKind::kSplit && args.is_list(0)) return tensor.split(args.list(0), dim);
-  return std::nullopt;
-}
-
 // Applies an operation with one output. Nothing when the arguments have the wrong form.
 std::optional<Result<Tensor>> apply_single(const Tensor& tensor, OpKind kind, const Arguments& args) {
   switch (kind) {
@@ -525,6 +517,53 @@ std::optional<std::int64_t> child_index(const OpChain& chain, std::size_t at) {
 
 }  // namespace
 
+std::optional<Result<Tensor>> Tensor::Impl::child(OpKind kind, const Op& op, std::int64_t index) const {
+  const auto output = [&](const Op& normal, const Result<std::int64_t>& count,
+                          const auto& part) -> Result<Tensor> {
+    if (!count.ok()) return refuse(normal, count.status());
+    if (index < -*count || index >= *count) {
+      return refuse(op, Status(StatusCode::kInvalidArgument,
+                               fmt::format("it gives {} tensors, index {} is out of range", *count, index),
+                               {.reason = Reason::kUnsupportedOp}));
+    }
+    const std::int64_t at = index < 0 ? index + *count : index;
+    SHARDPULL_ASSIGN_OR_RETURN(const Tensor made, derive(normal, part(at)));
+    auto impl = std::make_shared<Impl>(*made.impl_);
+    impl->chain.push_back({"__getitem__", {at}});
+    return Tensor(std::move(impl));
+  };
+  const auto even = [&](const Op& normal, const Result<StridedView::EvenCut>& cut) {
+    const Result<std::int64_t> count = cut.ok() ? Result<std::int64_t>(cut->parts) : cut.status();
+    return output(normal, count, [&](std::int64_t at) { return view.part(*cut, at); });
+  };
+  const auto listed = [&](const Op& normal, const Result<std::vector<StridedView>>& parts) {
+    const Result<std::int64_t> count =
+        parts.ok() ? Result<std::int64_t>(static_cast<std::int64_t>(parts->size())) : parts.status();
+    return output(normal, count, [&](std::int64_t at) {
+      return Result<StridedView>((*parts)[static_cast<std::size_t>(at)]);
+    });
+  };
+
+  const Arguments args(op);
+  if (kind == OpKind::kUnbind && args.integers_up_to(1)) {
+    const std::int64_t dim = args.integer_or(0, 0);
+    return output({"unbind", {wrapped(dim)}}, view.unbind_count(dim),
+                  [&](std::int64_t at) { return view.select(dim, at); });
+  }
+  if (args.size() == 0 || args.size() > 2 || (args.size() == 2 && !args.is_int(1))) return std::nullopt;
+  const std::int64_t dim = args.integer_or(1, 0);
+  if (kind == OpKind::kChunk && args.is_int(0)) {
+    return even({"chunk", {args.integer(0), wrapped(dim)}}, view.chunk_cut(args.integer(0), dim));
+  }
+  if (kind == OpKind::kSplit && args.is_int(0)) {
+    return even({"split", {args.integer(0), wrapped(dim)}}, view.split_cut(args.integer(0), dim));
+  }
+  if (kind == OpKind::kSplit && args.is_list(0)) {
+    return listed({"split", {args.list(0), wrapped(dim)}}, view.split(args.list(0), dim));
+  }
+  return std::nullopt;
+}
+
 Result<Tensor> Tensor::apply(const Tensor& root, const OpChain& chain) {
   Tensor tensor = root;
   for (std::size_t i = 0; i < chain.size(); ++i) {
@@ -546,13 +585,10 @@ Result<Tensor> Tensor::apply(const Tensor& root, const OpChain& chain) {
     const auto index = child_index(chain, i + 1);
     if (!index)
       return refuse("it gives several tensors, and must be followed by \"__getitem__\" with one integer");
-    auto results = apply_multi(tensor, spec->kind, args);
-    if (!results) return tensor.impl_->refuse(op, malformed(*spec));
-    if (!results->ok()) return results->status();
-    const auto count = static_cast<std::int64_t>((*results)->size());
-    if (*index < -count || *index >= count)
-      return refuse(fmt::format("it gives {} tensors, index {} is out of range", count, *index));
-    tensor = (**results)[static_cast<std::size_t>(*index < 0 ? *index + count : *index)];
+    auto result = tensor.impl_->child(spec->kind, op, *index);
+    if (!result) return tensor.impl_->refuse(op, malformed(*spec));
+    if (!result->ok()) return result->status();
+    tensor = **std::move(result);
     ++i;
   }
   return tensor;
