@@ -195,6 +195,8 @@ Status parse_fields(Fields& fields, ModelConfig& config) {
   SHARDPULL_RETURN_IF_ERROR(fields.take("moe_intermediate_size", 1, kMaxWidth, config.moe_intermediate_size));
   SHARDPULL_RETURN_IF_ERROR(fields.take("n_shared_experts", 0, kMaxHeads, config.n_shared_experts));
   SHARDPULL_RETURN_IF_ERROR(fields.take("first_k_dense_replace", 0, kMaxLayers, config.first_k_dense_replace));
+  SHARDPULL_RETURN_IF_ERROR(fields.take("moe_layer_freq", 1, kMaxLayers, config.moe_layer_freq));
+  SHARDPULL_RETURN_IF_ERROR(fields.take("topk_method", config.topk_method));
   SHARDPULL_RETURN_IF_ERROR(fields.take("decoder_sparse_step", 0, kMaxLayers, config.decoder_sparse_step));
   SHARDPULL_RETURN_IF_ERROR(fields.take_list("mlp_only_layers", 0, kMaxLayers, config.mlp_only_layers));
   SHARDPULL_RETURN_IF_ERROR(fields.take("q_lora_rank", 1, kMaxWidth, config.q_lora_rank));
@@ -293,6 +295,7 @@ Status ModelConfig::require(std::initializer_list<std::string_view> fields) cons
         {"moe_intermediate_size", moe_intermediate_size.has_value()},
         {"n_shared_experts", n_shared_experts.has_value()},
         {"first_k_dense_replace", first_k_dense_replace.has_value()},
+        {"moe_layer_freq", moe_layer_freq.has_value()},
         {"decoder_sparse_step", decoder_sparse_step.has_value()},
         {"q_lora_rank", q_lora_rank.has_value()},
         {"kv_lora_rank", kv_lora_rank.has_value()},

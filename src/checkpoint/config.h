@@ -69,6 +69,8 @@ struct ModelConfig {
   std::optional<std::int64_t> moe_intermediate_size;
   std::optional<std::int64_t> n_shared_experts;
   std::optional<std::int64_t> first_k_dense_replace;
+  std::optional<std::int64_t> moe_layer_freq;
+  std::string topk_method;  // "noaux_tc" routes with a correction bias; "" when absent
   std::optional<std::int64_t> decoder_sparse_step;
   std::vector<std::int64_t> mlp_only_layers;
   std::optional<std::int64_t> q_lora_rank;

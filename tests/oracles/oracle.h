@@ -63,7 +63,7 @@ struct Oracle {
   std::string file;    // "qwen3.tp2.rank1"
   std::string config;  // path of its config.json
   std::string architecture;
-  int tp = 1, pp = 1, consumer_id = 0;
+  int tp = 1, pp = 1, ep = 1, consumer_id = 0;
   std::vector<TensorMeta> names;
   std::vector<std::uint32_t> group_lens;
   std::vector<std::string> live, not_live;  // as listed
@@ -153,6 +153,7 @@ inline Oracle load_oracle(const std::string& file) {
   oracle.architecture = json.at("arch");
   oracle.tp = json.at("tp_size");
   oracle.pp = json.at("world_size").get<int>() / oracle.tp;
+  if (json.at("enable_expert_parallel").get<bool>()) oracle.ep = oracle.tp;
   std::map<std::string, std::uint32_t> index;
   for (const auto& name : json.at("names")) {
     oracle.names.push_back(

@@ -2,30 +2,32 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
-#include <numeric>
-#include <set>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 
-#include "base/checked.h"
 #include "base/status_macros.h"
 #include "model/describe.h"
+#include "model/families/cuts.h"
+#include "model/families/family_model.h"
 
 namespace shardpull {
 namespace {
 
 using families::Bias;
-using families::Cut;
+using families::Cutter;
+using families::ExpertCutter;
+using families::ExpertLayers;
+using families::ExpertRow;
 using families::Extent;
 using families::Family;
-using families::IgnoredName;
+using families::FamilyModel;
 using families::IndexBuffer;
 using families::ModuleRow;
 using families::Place;
+using families::Present;
 using families::Section;
-
-constexpr std::int64_t kVocabAlignment = 64;  // vLLM's DEFAULT_VOCAB_PADDING_SIZE
+using families::Share;
 
 constexpr std::string_view kNestedSource = "model.language_model.";
 constexpr std::string_view kNestedWorker = "language_model.";
@@ -35,293 +37,22 @@ Status refused(std::string message, Reason reason = Reason::kBadArgument, std::s
                 ErrorInfo{.reason = reason, .tensor = std::move(tensor)});
 }
 
-// ---- a rank's part of a dim --------------------------------------------------------------------------
-
-// Of a dim of `total`: this rank holds [start, start + length), in a local dim of `local` >= length.
-struct Share {
-  std::int64_t total = 0, start = 0, length = 0, local = 0;
-  bool whole() const { return start == 0 && length == total; }
-};
-
-struct Sizes {  // of one layer
-  const ModelConfig* config = nullptr;
-  std::int64_t key_value_heads = 0;
-
-  std::int64_t of(Extent extent) const {
-    switch (extent) {
-      case Extent::kNone:
-        return 1;
-      case Extent::kHidden:
-        return config->hidden_size;
-      case Extent::kIntermediate:
-        return config->intermediate_size;
-      case Extent::kQuery:
-        return config->num_attention_heads * config->head_dim;
-      case Extent::kKeyValue:
-        return key_value_heads * config->head_dim;
-      case Extent::kHeadDim:
-        return config->head_dim;
-      case Extent::kVocab:
-        return config->vocab_size;
-      case Extent::kPositions:
-        return config->max_position_embeddings;
-      case Extent::kTokenTypes:
-        return config->type_vocab_size;
-    }
-    return 0;
+// Whether a layer has routed experts.
+bool is_expert_layer(const Family& family, const ModelConfig& config, std::int64_t layer) {
+  switch (family.expert_layers) {
+    case ExpertLayers::kNone:
+      return false;
+    case ExpertLayers::kStep:
+      return config.num_experts.value_or(0) > 0 &&
+             std::find(config.mlp_only_layers.begin(), config.mlp_only_layers.end(), layer) ==
+                 config.mlp_only_layers.end() &&
+             (layer + 1) % config.decoder_sparse_step.value_or(1) == 0;
+    case ExpertLayers::kAfterDense:
+      return config.num_experts.value_or(0) > 0 && layer >= config.first_k_dense_replace.value_or(0) &&
+             layer % config.moe_layer_freq.value_or(1) == 0;
   }
-};
-
-std::string_view field_of(Extent extent) {
-  switch (extent) {
-    case Extent::kNone:
-      break;
-    case Extent::kHidden:
-      return "hidden_size";
-    case Extent::kIntermediate:
-      return "intermediate_size";
-    case Extent::kQuery:
-      return "num_attention_heads";
-    case Extent::kKeyValue:
-      return "num_key_value_heads";
-    case Extent::kHeadDim:
-      return "head_dim";
-    case Extent::kVocab:
-      return "vocab_size";
-    case Extent::kPositions:
-      return "max_position_embeddings";
-    case Extent::kTokenTypes:
-      return "type_vocab_size";
-  }
-  return "size";
+  return false;
 }
-
-// An even cut into `parts` of which `rank` gets one.
-Result<Share> even_share(std::int64_t total, std::int64_t unit, std::string_view what, std::int64_t parts,
-                         std::int64_t rank, const std::string& module) {
-  if (total % parts != 0) {
-    return refused("tp=" + std::to_string(parts) + " does not divide " + std::string(what) + " " +
-                   std::to_string(total) + " of " + module);
-  }
-  const std::int64_t length = total / parts * unit;
-  return Share{total * unit, rank * length, length, length};
-}
-
-Result<Share> share(const Sizes& sizes, Extent extent, Cut cut, int tp, int rank, const std::string& module) {
-  const std::int64_t total = sizes.of(extent);
-  switch (cut) {
-    case Cut::kWhole:
-      return Share{total, 0, total, total};
-    case Cut::kEven:
-      return even_share(total, 1, field_of(extent), tp, rank, module);
-    case Cut::kQueryHeads: {
-      const std::int64_t heads = sizes.config->num_attention_heads;
-      return even_share(heads, total / heads, "num_attention_heads", tp, rank, module);
-    }
-    case Cut::kKeyValueHeads: {
-      const std::int64_t heads = sizes.key_value_heads;
-      if (heads >= tp) return even_share(heads, total / heads, "num_key_value_heads", tp, rank, module);
-      if (tp % heads != 0) {
-        return refused("tp=" + std::to_string(tp) + " is no multiple of num_key_value_heads " +
-                       std::to_string(heads) + " of " + module + ", so its heads cannot be shared evenly");
-      }
-      return even_share(heads, total / heads, "num_key_value_heads", heads, rank / (tp / heads), module);
-    }
-    case Cut::kVocab: {
-      const std::int64_t padded = ceil_div(total, kVocabAlignment) * kVocabAlignment;
-      if (padded % tp != 0) {
-        return refused("tp=" + std::to_string(tp) + " does not divide " + std::string(field_of(extent)) +
-                       " " + std::to_string(total) + " padded to " + std::to_string(padded) + " rows of " +
-                       module);
-      }
-      const std::int64_t local = padded / tp;
-      const std::int64_t start = std::min(rank * local, total);
-      return Share{total, start, std::min(local, total - start), local};
-    }
-  }
-  return Share{};
-}
-
-// ---- loaders -----------------------------------------------------------------------------------------
-
-// How the parts of one parameter are cut out of their checkpoint tensors. Shared by the parameter's loader.
-struct Cutter {
-  struct Part {
-    std::string shard;
-    Share rows;
-    std::int64_t local_start = 0;  // in the parameter
-  };
-  std::vector<Part> parts;
-  std::optional<Share> columns;  // absent: one dim
-
-  std::vector<std::int64_t> shape_of(std::int64_t rows) const {
-    return columns ? std::vector<std::int64_t>{rows, columns->total} : std::vector<std::int64_t>{rows};
-  }
-  std::int64_t fused_rows() const {
-    return std::accumulate(parts.begin(), parts.end(), std::int64_t{0},
-                           [](std::int64_t sum, const Part& part) { return sum + part.rows.total; });
-  }
-  // Of the checkpoint tensor that feeds `shard`; "" with several parts is the fused one.
-  std::vector<std::int64_t> source_shape(std::string_view shard) const {
-    for (const Part& part : parts) {
-      if (part.shard == shard) return shape_of(part.rows.total);
-    }
-    return shape_of(fused_rows());
-  }
-
-  Status load(Parameter& parameter, const Tensor& loaded, const std::string& shard) const {
-    const std::vector<std::int64_t> expected = source_shape(shard);
-    if (loaded.shape() != expected) {
-      return refused(loaded.name() + " has shape " + describe(loaded.shape()) + "; config.json implies " +
-                         describe(expected),
-                     Reason::kCheckpointMalformed, loaded.name());
-    }
-    std::int64_t source_start = 0;  // of the part in a tensor fused on disk
-    for (const Part& part : parts) {
-      const bool alone = part.shard == shard;
-      if (alone) source_start = 0;
-      if (alone || shard.empty()) SHARDPULL_RETURN_IF_ERROR(load_part(parameter, loaded, part, source_start));
-      if (alone) return {};
-      source_start += part.rows.total;
-    }
-    return {};
-  }
-
- private:
-  Status load_part(Parameter& parameter, const Tensor& loaded, const Part& part,
-                   std::int64_t source_start) const {
-    Tensor source = loaded;
-    if (part.rows.length != loaded.size(0)) {
-      SHARDPULL_ASSIGN_OR_RETURN(source, source.narrow(0, source_start + part.rows.start, part.rows.length));
-    }
-    if (columns && !columns->whole()) {
-      SHARDPULL_ASSIGN_OR_RETURN(source, source.narrow(1, columns->start, columns->length));
-    }
-    ParameterView target = parameter.data();
-    if (part.rows.length != parameter.shape()[0]) {
-      SHARDPULL_ASSIGN_OR_RETURN(target, target.narrow(0, part.local_start, part.rows.length));
-    }
-    return target.copy_(source);
-  }
-};
-
-// ---- the model ---------------------------------------------------------------------------------------
-
-// How far apart two names are (insertions, deletions, replacements).
-std::size_t distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i;
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
-    }
-  }
-  return row[b.size()];
-}
-
-class FamilyModel final : public Model {
- public:
-  // What a checkpoint tensor is to this worker.
-  struct Source {
-    std::vector<std::int64_t> shape;  // that the config implies
-    std::string unused;               // why this worker does not keep it, when nothing is in `targets`
-    struct Target {
-      Parameter* parameter;
-      std::string shard;
-    };
-    std::vector<Target> targets;
-    std::string instead_of;  // of a tensor fused on disk: the module whose parts it replaces
-  };
-
-  std::map<std::string, Source, std::less<>> sources;
-  std::map<const Parameter*, std::vector<std::string>> fed_by;
-  std::map<std::string, std::vector<std::string>>
-      fused;  // fused name -> the names it replaces, where this worker keeps them
-  std::vector<IgnoredName> ignored;
-  std::string tied_head;  // the name a tied head would have; empty when not tied
-  std::string tied_to;
-
-  Status load_weights(const std::vector<NamedTensor>& weights) override {
-    std::set<std::string_view> given;
-    std::vector<std::string> unknown;
-    for (const NamedTensor& weight : weights) {
-      given.insert(weight.name);
-      const auto source = sources.find(weight.name);
-      if ((source == sources.end() || source->second.targets.empty()) &&
-          explain_unused(weight.name).empty()) {
-        unknown.push_back(weight.name);
-      }
-    }
-    if (!unknown.empty()) return unknown_names(unknown);
-    SHARDPULL_RETURN_IF_ERROR(check_fused(given));
-    for (const NamedTensor& weight : weights) {
-      const auto source = sources.find(weight.name);
-      if (source == sources.end()) continue;
-      for (const Source::Target& target : source->second.targets) {
-        SHARDPULL_RETURN_IF_ERROR(target.parameter->load(weight.tensor, target.shard));
-      }
-    }
-    return {};
-  }
-
-  std::string explain_unused(std::string_view name) const override {
-    if (const auto source = sources.find(name); source != sources.end()) return source->second.unused;
-    if (!tied_head.empty() && name == tied_head) return "tied head: " + tied_to + " feeds it";
-    for (const IgnoredName& rule : ignored) {
-      if (rule.match == IgnoredName::Match::kPrefix ? name.starts_with(rule.pattern)
-                                                    : name.ends_with(rule.pattern)) {
-        return std::string(rule.reason);
-      }
-    }
-    return {};
-  }
-
-  std::vector<std::string> sources_of(const Parameter& parameter) const override {
-    const auto names = fed_by.find(&parameter);
-    return names == fed_by.end() ? std::vector<std::string>() : names->second;
-  }
-
-  Status unknown_names(const std::vector<std::string>& unknown) const {
-    std::vector<std::string> lines;
-    for (const std::string& name : unknown) {
-      std::string line = name;
-      if (lines.size() < kMaxListed) {
-        const std::string* nearest = nullptr;
-        std::size_t best = std::max<std::size_t>(3, name.size() / 4);
-        for (const auto& [known, source] : sources) {
-          const std::size_t here = distance(name, known);
-          if (here < best) {
-            best = here;
-            nearest = &known;
-          }
-        }
-        if (nearest != nullptr) line += " (nearest: " + *nearest + ")";
-      }
-      lines.push_back(std::move(line));
-    }
-    return refused(std::to_string(unknown.size()) +
-                       " name(s) that this architecture does not have: " + describe_list(lines),
-                   Reason::kBakeFailed, unknown.front());
-  }
-
-  // A part may come fused or separate, not both.
-  Status check_fused(const std::set<std::string_view>& given) const {
-    for (const auto& [name, parts] : fused) {
-      if (!given.contains(name)) continue;
-      for (const std::string& part : parts) {
-        if (given.contains(part)) {
-          return refused(part + " is in the checkpoint twice: by itself and fused in " + name,
-                         Reason::kCheckpointMalformed, part);
-        }
-      }
-    }
-    return {};
-  }
-};
 
 // ---- the builder -------------------------------------------------------------------------------------
 
@@ -335,23 +66,28 @@ class Builder {
         at_(at),
         options_(options),
         dtype_(options.dtype.value_or(config.dtype.value_or(DType::kF32))),
-        nested_(is_wrapped(config)),
+        wrapper_(wrapper_of(config)),
+        nested_(wrapper_ != nullptr),
         tied_(config.tie_word_embeddings && family.has_head),
         stages_(pipeline_stages(config.num_hidden_layers, layout.pp)),
         model_(std::make_unique<FamilyModel>()) {}
 
-  static bool is_wrapped(const ModelConfig& config) {
+  // The multimodal architecture around the language model; null when there is none.
+  static const families::Wrapper* wrapper_of(const ModelConfig& config) {
     for (const families::Wrapper& wrapper : families::wrappers()) {
       if (std::find(config.architectures.begin(), config.architectures.end(), wrapper.architecture) !=
           config.architectures.end()) {
-        return true;
+        return &wrapper;
       }
     }
-    return false;
+    return nullptr;
   }
 
   Result<std::unique_ptr<Model>> build() {
     model_->ignored.assign(family_.ignored.begin(), family_.ignored.end());
+    model_->prediction_layers = {outer_source(std::string(family_.source_layer_prefix)),
+                                 config_.num_hidden_layers,
+                                 config_.num_hidden_layers + config_.num_nextn_predict_layers.value_or(0)};
     for (const IndexBuffer& buffer : family_.buffers) SHARDPULL_RETURN_IF_ERROR(add_buffer(buffer));
     for (const ModuleRow& row : family_.rows) {
       if (row.place == Place::kFirstStage || row.place == Place::kEmbedding)
@@ -359,8 +95,11 @@ class Builder {
     }
     for (std::int64_t layer = 0; layer < config_.num_hidden_layers; ++layer) {
       for (const ModuleRow& row : family_.rows) {
-        if (row.place == Place::kLayer) SHARDPULL_RETURN_IF_ERROR(add_row(row, layer));
+        if (row.place == Place::kLayer && is_present(row.present, layer))
+          SHARDPULL_RETURN_IF_ERROR(add_row(row, layer));
       }
+      if (is_expert_layer(family_, config_, layer))
+        SHARDPULL_RETURN_IF_ERROR(add_experts(family_.experts, layer));
     }
     for (const ModuleRow& row : family_.rows) {
       if (row.place == Place::kLastStage || row.place == Place::kHead)
@@ -389,10 +128,10 @@ class Builder {
     return out + std::string(name);
   }
 
-  // Whether this worker keeps the row; if not, why.
-  bool kept(const ModuleRow& row, std::int64_t layer, std::string& why) const {
+  // Whether this worker keeps what has this place; if not, why.
+  bool kept(Place place, std::int64_t layer, std::string& why) const {
     const std::string here = ", this worker is stage " + std::to_string(at_.pp_rank);
-    switch (row.place) {
+    switch (place) {
       case Place::kFirstStage:
         why = "other stage: stage 0" + here;
         return first_stage();
@@ -424,13 +163,33 @@ class Builder {
         return config_.attention_bias;
       case Bias::kMlpBias:
         return config_.mlp_bias;
+      case Bias::kRouterCorrection:
+        return config_.topk_method.empty() || config_.topk_method == "noaux_tc";
+    }
+    return false;
+  }
+
+  bool is_present(Present present, std::int64_t layer) const {
+    switch (present) {
+      case Present::kAlways:
+        return true;
+      case Present::kDenseLayer:
+        return !is_expert_layer(family_, config_, layer);
+      case Present::kExpertLayer:
+        return is_expert_layer(family_, config_, layer);
+      case Present::kSharedExperts:
+        return config_.n_shared_experts.value_or(0) > 0 && is_expert_layer(family_, config_, layer);
+      case Present::kQueryLatent:
+        return config_.q_lora_rank.has_value();
+      case Present::kNoQueryLatent:
+        return !config_.q_lora_rank.has_value();
     }
     return false;
   }
 
   Status add_row(const ModuleRow& row, std::int64_t layer) {
     std::string why;
-    const bool keep = kept(row, layer, why);
+    const bool keep = kept(row.place, layer, why);
     bool from_embedding = false;
     if (row.place == Place::kHead && tied_) {
       model_->tied_head = source_name(row.sections[0].source, layer) + ".weight";
@@ -445,8 +204,8 @@ class Builder {
     }
 
     const std::string name = worker_name(row.name, layer);
-    const Sizes sizes{&config_,
-                      layer >= 0 ? config_.num_key_value_heads[static_cast<std::size_t>(layer)] : 0};
+    const std::int64_t key_value_heads =
+        layer >= 0 ? config_.num_key_value_heads[static_cast<std::size_t>(layer)] : 0;
     auto cutter = std::make_shared<Cutter>();
     std::int64_t local_rows = 0;
     std::int64_t padding_first = 0, padding_end = 0;
@@ -454,7 +213,8 @@ class Builder {
     for (const Section& section : row.sections) {
       if (section.source.empty()) break;
       SHARDPULL_ASSIGN_OR_RETURN(const Share rows,
-                                 share(sizes, section.rows, section.cut, layout_.tp, at_.tp_rank, name));
+                                 families::share_of(config_, key_value_heads, section.rows, section.cut,
+                                                    layout_.tp, at_.tp_rank, name));
       cutter->parts.push_back({std::string(section.shard), rows, local_rows});
       if (rows.local > rows.length) {
         padding_first = local_rows + rows.length;
@@ -467,7 +227,8 @@ class Builder {
     std::vector<std::int64_t> shape{local_rows};
     if (row.columns != Extent::kNone) {
       SHARDPULL_ASSIGN_OR_RETURN(const Share columns,
-                                 share(sizes, row.columns, row.column_cut, layout_.tp, at_.tp_rank, name));
+                                 families::share_of(config_, key_value_heads, row.columns, row.column_cut,
+                                                    layout_.tp, at_.tp_rank, name));
       cutter->columns = columns;
       shape.push_back(columns.local);
     }
@@ -477,27 +238,29 @@ class Builder {
       SHARDPULL_ASSIGN_OR_RETURN(module, model_->add_module(name, std::string(row.type)));
     }
     SHARDPULL_RETURN_IF_ERROR(
-        add_parameter(row, layer, module, why, "weight", shape, cutter, section_sources));
+        add_parameter(row, layer, module, why, "weight", dtype_, shape, cutter, section_sources));
     if (module != nullptr && padding_end > padding_first) {
       SHARDPULL_RETURN_IF_ERROR(module->declare_padding_rows("weight", padding_first, padding_end));
     }
     if (has_bias(row.bias)) {
+      const bool router = row.bias == Bias::kRouterCorrection;
       SHARDPULL_RETURN_IF_ERROR(
-          add_parameter(row, layer, module, why, "bias", {local_rows}, bias_cutter, section_sources));
+          add_parameter(row, layer, module, why, router ? "e_score_correction_bias" : "bias",
+                        router ? DType::kF32 : dtype_, {local_rows}, bias_cutter, section_sources));
     }
     return {};
   }
 
-  // Adds "weight" or "bias" to `module` (null: another stage has it) and registers the names that feed it.
+  // Adds a weight or bias to `module` (null: another stage has it) and registers the names that feed it.
   Status add_parameter(const ModuleRow& row, std::int64_t layer, Module* module, const std::string& why,
-                       std::string parameter_name, std::vector<std::int64_t> shape,
+                       std::string parameter_name, DType dtype, std::vector<std::int64_t> shape,
                        std::shared_ptr<const Cutter> cutter,
                        const std::vector<std::string>& section_sources) {
     Parameter* parameter = nullptr;
     if (module != nullptr) {
       SHARDPULL_ASSIGN_OR_RETURN(
           parameter,
-          module->add_parameter(parameter_name, dtype_, std::move(shape),
+          module->add_parameter(parameter_name, dtype, std::move(shape),
                                 [cutter](Parameter& target, const Tensor& loaded, const std::string& shard) {
                                   return cutter->load(target, loaded, shard);
                                 }));
@@ -522,7 +285,6 @@ class Builder {
       const std::string name = source_name(row.fused_source, layer) + "." + parameter_name;
       FamilyModel::Source& source = model_->sources[name];
       source.shape = cutter->shape_of(cutter->fused_rows());
-      source.instead_of = parts.front();
       if (parameter != nullptr) {
         source.targets.push_back({parameter, ""});
       } else {
@@ -533,8 +295,90 @@ class Builder {
     return {};
   }
 
+  // The two stacks of a layer's routed experts, and the names of all experts, whoever holds them.
+  Status add_experts(const ExpertRow& row, std::int64_t layer) {
+    std::string why;
+    const bool keep = kept(Place::kLayer, layer, why);
+    const std::string name = worker_name(row.name, layer);
+    const std::int64_t experts = config_.num_experts.value_or(0);
+    auto cutter = std::make_shared<ExpertCutter>();
+    cutter->hidden = config_.hidden_size;
+    cutter->either_order = wrapper_ != nullptr && wrapper_->either_stack_order;
+    SHARDPULL_ASSIGN_OR_RETURN(cutter->experts,
+                               families::expert_share(experts, layout_.ep, at_.ep_rank, name));
+    const bool spread = layout_.ep > 1;
+    SHARDPULL_ASSIGN_OR_RETURN(cutter->intermediate,
+                               families::share_of(config_, 0, Extent::kExpertIntermediate,
+                                                  spread ? families::Cut::kWhole : families::Cut::kEven,
+                                                  layout_.tp, at_.tp_rank, name));
+
+    Parameter* gate_up = nullptr;
+    Parameter* down = nullptr;
+    if (keep) {
+      SHARDPULL_ASSIGN_OR_RETURN(Module* const module, model_->add_module(name, std::string(row.type)));
+      const Loader loader = [cutter](Parameter& target, const Tensor& loaded, const std::string& shard) {
+        return cutter->load(target, loaded, shard);
+      };
+      SHARDPULL_ASSIGN_OR_RETURN(
+          gate_up, module->add_parameter("w13_weight", dtype_, cutter->gate_up_shape(), loader));
+      SHARDPULL_ASSIGN_OR_RETURN(down,
+                                 module->add_parameter("w2_weight", dtype_, cutter->down_shape(), loader));
+    }
+
+    const std::string prefix = source_name(row.source, layer);
+    struct Part {
+      std::string_view source;
+      const char* shard;
+      Parameter* parameter;
+      std::vector<std::string>* names;
+    };
+    std::vector<std::string> gate_up_names, down_names;
+    const Part parts[] = {{row.gate, ".w1", gate_up, &gate_up_names},
+                          {row.up, ".w3", gate_up, &gate_up_names},
+                          {row.down, ".w2", down, &down_names}};
+    for (std::int64_t expert = 0; expert < experts; ++expert) {
+      const std::string number = std::to_string(expert);
+      const bool here =
+          expert >= cutter->experts.start && expert < cutter->experts.start + cutter->experts.length;
+      for (const Part& part : parts) {
+        std::string source_of_part = prefix + number + "." + std::string(part.source) + ".weight";
+        FamilyModel::Source& source = model_->sources[source_of_part];
+        source.shape = cutter->source_shape(part.shard);
+        if (!keep) {
+          source.unused = why;
+        } else if (here) {
+          source.targets.push_back({part.parameter, number + part.shard});
+          model_->fed_by[part.parameter].push_back(source_of_part);
+        } else {
+          source.unused = "other rank: expert " + number + " is on rank " +
+                          std::to_string(families::expert_rank(experts, layout_.ep, expert));
+        }
+        part.names->push_back(std::move(source_of_part));
+      }
+    }
+    add_stack(prefix + std::string(row.stacked_gate_up), "w13", gate_up, why, cutter,
+              std::move(gate_up_names));
+    add_stack(prefix + std::string(row.down), "w2", down, why, cutter, std::move(down_names));
+    return {};
+  }
+
+  // A checkpoint tensor that holds all experts of a layer.
+  void add_stack(const std::string& name, const char* shard, Parameter* parameter, const std::string& why,
+                 std::shared_ptr<const ExpertCutter> cutter, std::vector<std::string> replaces) {
+    FamilyModel::Source& source = model_->sources[name];
+    source.shape = cutter->source_shape(shard);
+    source.stack = std::move(cutter);
+    source.stack_shard = shard;
+    if (parameter != nullptr) {
+      source.targets.push_back({parameter, shard});
+    } else {
+      source.unused = why;
+    }
+    model_->fused[name] = std::move(replaces);
+  }
+
   Status add_buffer(const IndexBuffer& buffer) {
-    const std::int64_t size = Sizes{&config_, 0}.of(buffer.size);
+    const std::int64_t size = families::extent_size(config_, 0, buffer.size);
     const std::string name = outer_source(std::string(buffer.source));
     FamilyModel::Source& source = model_->sources[name];
     source.shape = {1, size};
@@ -552,11 +396,8 @@ class Builder {
         Parameter* const parameter,
         module->add_buffer(std::string(buffer.name), DType::kI64, {1, size}, std::move(initial),
                            [size](Parameter& target, const Tensor& loaded, const std::string&) -> Status {
-                             if (loaded.shape() != std::vector<std::int64_t>{1, size}) {
-                               return refused(loaded.name() + " has shape " + describe(loaded.shape()) +
-                                                  "; config.json implies " + describe({1, size}),
-                                              Reason::kCheckpointMalformed, loaded.name());
-                             }
+                             if (loaded.shape() != std::vector<std::int64_t>{1, size})
+                               return families::wrong_shape(loaded.name(), loaded.shape(), {1, size});
                              return target.data().copy_(loaded);
                            }));
     source.targets.push_back({parameter, ""});
@@ -578,13 +419,14 @@ class Builder {
   const WorkerCoordinates at_;
   const BuildOptions options_;
   const DType dtype_;
+  const families::Wrapper* const wrapper_;  // null: none
   const bool nested_;
   const bool tied_;
   const std::vector<std::pair<std::int64_t, std::int64_t>> stages_;
   std::unique_ptr<FamilyModel> model_;
 };
 
-Status check_config(const Family& family, const ModelConfig& config) {
+Status check_config(const Family& family, const ModelConfig& config, const InferenceLayout& layout) {
   for (const std::string_view field : family.required_fields)
     SHARDPULL_RETURN_IF_ERROR(config.require({field}));
   if (config.head_dim <= 0) SHARDPULL_RETURN_IF_ERROR(config.require({"head_dim"}));
@@ -603,6 +445,15 @@ Status check_config(const Family& family, const ModelConfig& config) {
                          std::to_string(config.num_attention_heads),
                      Reason::kCheckpointMalformed);
     }
+  }
+  if (family.expert_layers == ExpertLayers::kStep && config.decoder_sparse_step == 0) {
+    return refused(config.origin + ": decoder_sparse_step 0 leaves no layer to divide by it",
+                   Reason::kCheckpointMalformed);
+  }
+  const bool experts = family.expert_layers != ExpertLayers::kNone && config.num_experts.value_or(0) > 0;
+  if (layout.ep > 1 && !experts) {
+    return refused("ep=" + std::to_string(layout.ep) + ": " + config.architecture() +
+                   " has no experts to spread over ranks; give ep=1");
   }
   return {};
 }
@@ -631,10 +482,17 @@ Status compare_tied(const std::string& head, const std::string& embedding, std::
 }  // namespace
 
 Result<WorkerCoordinates> worker_coordinates(const InferenceLayout& layout, std::int64_t consumer_id) {
-  if (layout.tp < 1 || layout.pp < 1 || layout.dp < 1 || layout.replicas < 1) {
+  if (layout.tp < 1 || layout.pp < 1 || layout.dp < 1 || layout.ep < 1 || layout.replicas < 1) {
     return refused("the inference layout tp=" + std::to_string(layout.tp) +
                    ",pp=" + std::to_string(layout.pp) + ",dp=" + std::to_string(layout.dp) +
-                   ",replicas=" + std::to_string(layout.replicas) + " has a factor below 1");
+                   ",ep=" + std::to_string(layout.ep) + ",replicas=" + std::to_string(layout.replicas) +
+                   " has a factor below 1");
+  }
+  if (layout.ep > 1 && layout.ep != std::int64_t{layout.tp} * layout.dp) {
+    return refused("ep=" + std::to_string(layout.ep) +
+                   " is neither 1 nor tp x dp = " + std::to_string(layout.tp) + " x " +
+                   std::to_string(layout.dp) + " = " + std::to_string(std::int64_t{layout.tp} * layout.dp) +
+                   ": experts are spread over all ranks of a stage, or over none");
   }
   if (consumer_id < 0 || consumer_id >= layout.workers()) {
     return refused("worker id " + std::to_string(consumer_id) + " is outside [0, " +
@@ -647,6 +505,7 @@ Result<WorkerCoordinates> worker_coordinates(const InferenceLayout& layout, std:
   consumer_id /= layout.pp;
   at.dp_rank = static_cast<int>(consumer_id % layout.dp);
   at.replica = static_cast<int>(consumer_id / layout.dp);
+  if (layout.ep > 1) at.ep_rank = at.dp_rank * layout.tp + at.tp_rank;
   return at;
 }
 
@@ -683,7 +542,7 @@ Result<const families::Family*> find_family(const ModelConfig& config) {
     }
   }
   std::string what = "unknown architecture " + config.architecture();
-  if (Builder::is_wrapped(config)) {
+  if (Builder::wrapper_of(config) != nullptr) {
     for (const Family& family : families::catalogue()) {
       if (config.nested && std::find(family.text_types.begin(), family.text_types.end(),
                                      config.text_model_type) != family.text_types.end()) {
@@ -725,7 +584,7 @@ Result<std::unique_ptr<Model>> build_model(const families::Family& family, const
                                            const BuildOptions& options) {
   SHARDPULL_ASSIGN_OR_RETURN(const WorkerCoordinates at, worker_coordinates(layout, consumer_id));
   SHARDPULL_RETURN_IF_ERROR(refuse_quantised(config));
-  SHARDPULL_RETURN_IF_ERROR(check_config(family, config));
+  SHARDPULL_RETURN_IF_ERROR(check_config(family, config, layout));
   if (layout.pp > 1 && !family.pipelines) {
     return refused("pp=" + std::to_string(layout.pp) + ": " + config.architecture() +
                    " cannot be cut into pipeline stages");
@@ -743,41 +602,37 @@ Result<std::vector<std::string>> check_checkpoint(const ModelConfig& config,
                                                   const std::vector<TensorMeta>& metadata,
                                                   const ReadTensor& read) {
   SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<FamilyModel> model, whole_model(config));
-  std::map<std::string_view, std::uint32_t> names;
-  std::set<std::string_view> given;
+  std::unordered_map<std::string_view, std::uint32_t> names;
   std::vector<std::string> unknown, shapes;
+  std::string first_shape;  // the name that the first of `shapes` is about
   for (std::uint32_t n = 0; n < metadata.size(); ++n) {
     const TensorMeta& meta = metadata[n];
     if (!names.emplace(meta.name, n).second) {
       return refused("the checkpoint has the name " + meta.name + " twice", Reason::kCheckpointMalformed,
                      meta.name);
     }
-    given.insert(meta.name);
     const auto source = model->sources.find(meta.name);
     if (source == model->sources.end()) {
       if (model->explain_unused(meta.name).empty()) unknown.push_back(meta.name);
-    } else if (source->second.shape != meta.shape) {
-      shapes.push_back(meta.name + " has shape " + describe(meta.shape) + "; config.json implies " +
-                       describe(source->second.shape));
+    } else if (Status status = source->second.check_shape(meta.name, meta.shape); !status.ok()) {
+      if (shapes.empty()) first_shape = meta.name;
+      shapes.push_back(status.message());
     }
   }
   if (!unknown.empty()) return model->unknown_names(unknown);
-  if (!shapes.empty()) {
-    return refused(describe_list(shapes, "; "), Reason::kCheckpointMalformed,
-                   shapes.front().substr(0, shapes.front().find(' ')));
-  }
-  SHARDPULL_RETURN_IF_ERROR(model->check_fused(given));
+  if (!shapes.empty()) return refused(describe_list(shapes, "; "), Reason::kCheckpointMalformed, first_shape);
+  SHARDPULL_RETURN_IF_ERROR(model->check_fused([&](std::string_view name) { return names.contains(name); }));
 
-  std::set<std::string, std::less<>> replaced;
+  std::unordered_set<std::string_view> replaced;
   for (const auto& [name, parts] : model->fused) {
-    if (given.contains(name)) replaced.insert(parts.begin(), parts.end());
+    if (names.contains(name)) replaced.insert(parts.begin(), parts.end());
   }
   std::vector<std::string> missing;
   for (const auto& module : model->modules()) {
     for (const auto& parameter : module->parameters()) {
       if (parameter->optional()) continue;
       for (std::string& name : model->sources_of(*parameter)) {
-        if (!given.contains(name) && !replaced.contains(name)) missing.push_back(std::move(name));
+        if (!names.contains(name) && !replaced.contains(name)) missing.push_back(std::move(name));
       }
     }
   }

@@ -35,7 +35,8 @@ struct WorkerCoordinates {
   int replica = 0, dp_rank = 0, pp_rank = 0, tp_rank = 0;
   int ep_rank = 0;  // dp_rank * tp + tp_rank when ep > 1, else 0
 };
-// Refused: a factor below 1, an id outside [0, workers()).
+// Refused, with the numbers: a factor below 1, an ep that is neither 1 nor tp x dp, an id outside [0,
+// workers()).
 Result<WorkerCoordinates> worker_coordinates(const InferenceLayout& layout, std::int64_t consumer_id);
 
 // The layers [first, second) of each pipeline stage, as vLLM's get_pp_indices cuts them: equal counts, the
@@ -44,7 +45,8 @@ Result<WorkerCoordinates> worker_coordinates(const InferenceLayout& layout, std:
 std::vector<std::pair<std::int64_t, std::int64_t>> pipeline_stages(std::int64_t layers, int pp);
 
 struct BuildOptions {
-  // Of the parameters; absent: config.json's, or F32 when it has none. Index buffers stay I64.
+  // Of the parameters; absent: config.json's, or F32 when it has none. Index buffers stay I64, correction
+  // biases of routers F32.
   std::optional<DType> dtype;
   // Gives a tied head storage of its own, fed by the embedding's name, as engines do that pack their head.
   bool separate_tied_head = false;
@@ -57,13 +59,18 @@ Result<const families::Family*> find_family(const ModelConfig& config);
 
 // The model of worker `consumer_id`, not materialised. Its load_weights accepts the checkpoint's Hugging Face
 // names in any order and refuses, before it loads anything, a name that the family does not have (naming it
-// and the nearest known one) or a part that is there both fused and separate; a tensor of another shape than
-// the config implies is refused by name, with both shapes. explain_unused says "other stage: ...", "tied
-// head: ..." or "unused ...".
+// and the nearest known one) or a part that is there both fused (or stacked) and separate; a tensor of
+// another shape than the config implies is refused by name, with both shapes. explain_unused says "other
+// stage: ...", "other rank: ...", "tied head: ..." or "unused ...".
+//
+// With ep > 1 a worker holds a contiguous block of whole experts, the remainder going to the first ranks;
+// with ep = 1 it holds its tp part of every expert. Everything else, shared experts too, is cut by tp alone,
+// so that the dp ranks repeat it.
 //
 // Refused: an unknown architecture; a layout or id out of range; a field config.json lacks; tp that does not
-// divide the query heads, the key/value heads (nor is divided by them), the intermediate size or the padded
-// vocabulary, each with the numbers; pp > 1 for a family without pipeline stages.
+// divide the query heads, the key/value heads (nor is divided by them), the intermediate size (of experts,
+// when ep = 1) or the padded vocabulary, each with the numbers; pp > 1 for a family without pipeline stages;
+// ep > 1 for a model without experts, or with fewer than ep.
 Result<std::unique_ptr<Model>> build_model(const ModelConfig& config, const InferenceLayout& layout,
                                            std::int64_t consumer_id, const BuildOptions& options = {});
 // The same for a family that is not in the catalogue. Its strings must outlive the model.

@@ -47,7 +47,7 @@ constexpr ModuleRow output_projection(Bias bias) {
           .bias = bias};
 }
 
-constexpr ModuleRow gate_up_projection(Bias bias) {
+constexpr ModuleRow gate_up_projection(Bias bias, Present present = Present::kAlways) {
   return {.place = Place::kLayer,
           .name = "mlp.gate_up_proj",
           .type = "MergedColumnParallelLinear",
@@ -55,18 +55,38 @@ constexpr ModuleRow gate_up_projection(Bias bias) {
                        Section{"mlp.up_proj", "1", kIntermediate, Cut::kEven}},
           .columns = kHidden,
           .bias = bias,
-          .fused_source = "mlp.gate_up_proj"};
+          .fused_source = "mlp.gate_up_proj",
+          .present = present};
 }
 
-constexpr ModuleRow down_projection(Bias bias) {
+constexpr ModuleRow down_projection(Bias bias, Present present = Present::kAlways) {
   return {.place = Place::kLayer,
           .name = "mlp.down_proj",
           .type = "RowParallelLinear",
           .sections = {Section{"mlp.down_proj", "", kHidden, Cut::kWhole}},
           .columns = kIntermediate,
           .column_cut = Cut::kEven,
-          .bias = bias};
+          .bias = bias,
+          .present = present};
 }
+
+constexpr ModuleRow router(Bias bias) {
+  return {.place = Place::kLayer,
+          .name = "mlp.gate",
+          .type = "GateLinear",
+          .sections = {Section{"mlp.gate", "", kExperts, Cut::kWhole}},
+          .columns = kHidden,
+          .bias = bias,
+          .present = Present::kExpertLayer};
+}
+
+constexpr ExpertRow kRoutedExperts{.name = "mlp.experts.routed_experts",
+                                   .type = "RoutedExperts",
+                                   .source = "mlp.experts.",
+                                   .gate = "gate_proj",
+                                   .up = "up_proj",
+                                   .down = "down_proj",
+                                   .stacked_gate_up = "gate_up_proj"};
 
 constexpr ModuleRow kFinalNorm = norm(Place::kLastStage, "model.norm");
 constexpr ModuleRow kHeadRow{.place = Place::kHead,
@@ -107,6 +127,87 @@ constexpr ModuleRow kQwen3Rows[] = {
     norm(Place::kLayer, "self_attn.k_norm", kHeadDim),
     gate_up_projection(Bias::kNever),
     down_projection(Bias::kNever),
+    norm(Place::kLayer, "input_layernorm"),
+    norm(Place::kLayer, "post_attention_layernorm"),
+    kFinalNorm,
+    kHeadRow,
+};
+
+constexpr ModuleRow kQwen3MoeRows[] = {
+    kEmbedTokens,
+    qkv_projection(Bias::kAttentionBias),
+    output_projection(Bias::kNever),
+    norm(Place::kLayer, "self_attn.q_norm", kHeadDim),
+    norm(Place::kLayer, "self_attn.k_norm", kHeadDim),
+    gate_up_projection(Bias::kNever, Present::kDenseLayer),
+    down_projection(Bias::kNever, Present::kDenseLayer),
+    router(Bias::kNever),
+    norm(Place::kLayer, "input_layernorm"),
+    norm(Place::kLayer, "post_attention_layernorm"),
+    kFinalNorm,
+    kHeadRow,
+};
+
+// A linear layer of latent attention with one source of the same name.
+constexpr ModuleRow latent_projection(std::string_view name, std::string_view type, Extent rows, Cut cut,
+                                      Extent columns, Present present) {
+  return {.place = Place::kLayer,
+          .name = name,
+          .type = type,
+          .sections = {Section{name, "", rows, cut}},
+          .columns = columns,
+          .present = present};
+}
+
+constexpr ModuleRow latent_norm(std::string_view name, Extent size, Present present) {
+  ModuleRow row = norm(Place::kLayer, name, size);
+  row.present = present;
+  return row;
+}
+
+constexpr ModuleRow kDeepseekV3Rows[] = {
+    kEmbedTokens,
+    ModuleRow{.place = Place::kLayer,
+              .name = "self_attn.fused_qkv_a_proj",
+              .type = "DeepSeekV2FusedQkvAProjLinear",
+              .sections = {Section{"self_attn.q_a_proj", "0", kQueryLatent, Cut::kWhole},
+                           Section{"self_attn.kv_a_proj_with_mqa", "1", kKeyValueLatentMqa, Cut::kWhole}},
+              .columns = kHidden,
+              .present = Present::kQueryLatent},
+    latent_norm("self_attn.q_a_layernorm", kQueryLatent, Present::kQueryLatent),
+    latent_projection("self_attn.q_b_proj", "ColumnParallelLinear", kLatentQuery, Cut::kQueryHeads,
+                      kQueryLatent, Present::kQueryLatent),
+    latent_projection("self_attn.kv_a_proj_with_mqa", "ReplicatedLinear", kKeyValueLatentMqa, Cut::kWhole,
+                      kHidden, Present::kNoQueryLatent),
+    latent_projection("self_attn.q_proj", "ColumnParallelLinear", kLatentQuery, Cut::kQueryHeads, kHidden,
+                      Present::kNoQueryLatent),
+    latent_norm("self_attn.kv_a_layernorm", kKeyValueLatent, Present::kAlways),
+    latent_projection("self_attn.kv_b_proj", "ColumnParallelLinear", kLatentKeyValue, Cut::kQueryHeads,
+                      kKeyValueLatent, Present::kAlways),
+    ModuleRow{.place = Place::kLayer,
+              .name = "self_attn.o_proj",
+              .type = "RowParallelLinear",
+              .sections = {Section{"self_attn.o_proj", "", kHidden, Cut::kWhole}},
+              .columns = kLatentValue,
+              .column_cut = Cut::kQueryHeads},
+    gate_up_projection(Bias::kNever, Present::kDenseLayer),
+    down_projection(Bias::kNever, Present::kDenseLayer),
+    router(Bias::kRouterCorrection),
+    ModuleRow{.place = Place::kLayer,
+              .name = "mlp.shared_experts.gate_up_proj",
+              .type = "MergedColumnParallelLinear",
+              .sections = {Section{"mlp.shared_experts.gate_proj", "0", kSharedIntermediate, Cut::kEven},
+                           Section{"mlp.shared_experts.up_proj", "1", kSharedIntermediate, Cut::kEven}},
+              .columns = kHidden,
+              .fused_source = "mlp.shared_experts.gate_up_proj",
+              .present = Present::kSharedExperts},
+    ModuleRow{.place = Place::kLayer,
+              .name = "mlp.shared_experts.down_proj",
+              .type = "RowParallelLinear",
+              .sections = {Section{"mlp.shared_experts.down_proj", "", kHidden, Cut::kWhole}},
+              .columns = kSharedIntermediate,
+              .column_cut = Cut::kEven,
+              .present = Present::kSharedExperts},
     norm(Place::kLayer, "input_layernorm"),
     norm(Place::kLayer, "post_attention_layernorm"),
     kFinalNorm,
@@ -178,6 +279,12 @@ constexpr IgnoredName kBertIgnored[] = {
 
 constexpr std::string_view kDecoderFields[] = {"hidden_size", "num_hidden_layers", "num_attention_heads",
                                                "intermediate_size", "vocab_size"};
+constexpr std::string_view kQwen3MoeFields[] = {"hidden_size", "num_hidden_layers",     "num_attention_heads",
+                                                "vocab_size",  "moe_intermediate_size", "num_experts"};
+constexpr std::string_view kDeepseekV3Fields[] = {
+    "hidden_size",           "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "moe_intermediate_size", "num_experts",       "kv_lora_rank",        "first_k_dense_replace",
+    "qk_nope_head_dim",      "qk_rope_head_dim",  "v_head_dim"};
 constexpr std::string_view kBertFields[] = {
     "hidden_size", "num_hidden_layers",       "num_attention_heads", "intermediate_size",
     "vocab_size",  "max_position_embeddings", "type_vocab_size"};
@@ -188,6 +295,9 @@ constexpr std::string_view kQwen2Architectures[] = {"Qwen2ForCausalLM"};
 constexpr std::string_view kQwen2Types[] = {"qwen2", "qwen2_vl_text", "qwen2_5_vl_text"};
 constexpr std::string_view kQwen3Architectures[] = {"Qwen3ForCausalLM"};
 constexpr std::string_view kQwen3Types[] = {"qwen3", "qwen3_vl_text"};
+constexpr std::string_view kQwen3MoeArchitectures[] = {"Qwen3MoeForCausalLM"};
+constexpr std::string_view kQwen3MoeTypes[] = {"qwen3_moe", "qwen3_vl_moe_text"};
+constexpr std::string_view kDeepseekV3Architectures[] = {"DeepseekV3ForCausalLM"};
 constexpr std::string_view kBertArchitectures[] = {"BertModel", "BertEmbeddingModel"};
 
 constexpr Family kFamilies[] = {
@@ -218,6 +328,28 @@ constexpr Family kFamilies[] = {
      .buffers = {},
      .ignored = kDecoderIgnored,
      .required_fields = kDecoderFields},
+    {.key = "qwen3_moe",
+     .architectures = kQwen3MoeArchitectures,
+     .text_types = kQwen3MoeTypes,
+     .source_layer_prefix = "model.layers.",
+     .worker_layer_prefix = "model.layers.",
+     .rows = kQwen3MoeRows,
+     .buffers = {},
+     .ignored = kDecoderIgnored,
+     .expert_layers = ExpertLayers::kStep,
+     .experts = kRoutedExperts,
+     .required_fields = kQwen3MoeFields},
+    {.key = "deepseek_v3",
+     .architectures = kDeepseekV3Architectures,
+     .text_types = {},
+     .source_layer_prefix = "model.layers.",
+     .worker_layer_prefix = "model.layers.",
+     .rows = kDeepseekV3Rows,
+     .buffers = {},
+     .ignored = kDecoderIgnored,
+     .expert_layers = ExpertLayers::kAfterDense,
+     .experts = kRoutedExperts,
+     .required_fields = kDeepseekV3Fields},
     {.key = "bert",
      .architectures = kBertArchitectures,
      .text_types = {},
@@ -232,10 +364,14 @@ constexpr Family kFamilies[] = {
 };
 
 constexpr Wrapper kWrappers[] = {
-    {"LlavaForConditionalGeneration"},          {"LlavaNextForConditionalGeneration"},
-    {"LlavaOnevisionForConditionalGeneration"}, {"Mistral3ForConditionalGeneration"},
-    {"Qwen2VLForConditionalGeneration"},        {"Qwen2_5_VLForConditionalGeneration"},
+    {"LlavaForConditionalGeneration"},
+    {"LlavaNextForConditionalGeneration"},
+    {"LlavaOnevisionForConditionalGeneration"},
+    {"Mistral3ForConditionalGeneration"},
+    {"Qwen2VLForConditionalGeneration"},
+    {"Qwen2_5_VLForConditionalGeneration"},
     {"Qwen3VLForConditionalGeneration"},
+    {.architecture = "Qwen3VLMoeForConditionalGeneration", .either_stack_order = true},
 };
 
 }  // namespace

@@ -4,8 +4,9 @@
 // SECTIONS along dim 0, each fed by a checkpoint tensor of its own (q, k, v), or all together by one that is
 // fused on disk. A rank's part of a section is a contiguous run of its rows (`cut`), and of its columns when
 // `column_cut` says so. One builder (families/build.cc) turns rows, a config and a worker's place into
-// modules, loaders and the list of names. The tables are in families/catalogue.cc; names and layouts are
-// those of vLLM 0.32.
+// modules, loaders and the list of names. Layers with routed experts also have an ExpertRow: two stacks of
+// all experts that the worker holds. The tables are in families/catalogue.cc; names and layouts are those of
+// vLLM 0.32.
 #pragma once
 
 #include <array>
@@ -26,6 +27,16 @@ enum class Extent : std::uint8_t {
   kVocab,
   kPositions,   // max_position_embeddings
   kTokenTypes,  // type_vocab_size
+  kExperts,     // routed experts
+  kExpertIntermediate,
+  kSharedIntermediate,  // of all shared experts together
+  // Latent attention.
+  kQueryLatent,        // q_lora_rank
+  kKeyValueLatent,     // kv_lora_rank
+  kKeyValueLatentMqa,  // the same and the part that all heads rotate
+  kLatentQuery,        // query heads x (the parts with and without rotation)
+  kLatentKeyValue,     // query heads x (key part without rotation, value)
+  kLatentValue,        // query heads x value
 };
 
 // How a dim is divided over the tensor-parallel ranks.
@@ -49,7 +60,30 @@ enum class Place : std::uint8_t {
 };
 
 // What decides whether a row has a bias.
-enum class Bias : std::uint8_t { kNever, kAlways, kAttentionBias, kMlpBias };
+enum class Bias : std::uint8_t {
+  kNever,
+  kAlways,
+  kAttentionBias,
+  kMlpBias,
+  kRouterCorrection,  // called "e_score_correction_bias" and F32; there unless topk_method says otherwise
+};
+
+// Which layers of a model have a row.
+enum class Present : std::uint8_t {
+  kAlways,
+  kDenseLayer,     // those without routed experts
+  kExpertLayer,    // those with routed experts
+  kSharedExperts,  // those with routed experts, of a model that also has shared ones
+  kQueryLatent,    // of a model with a q_lora_rank
+  kNoQueryLatent,
+};
+
+// Which layers have routed experts.
+enum class ExpertLayers : std::uint8_t {
+  kNone,
+  kStep,        // every decoder_sparse_step-th, but for mlp_only_layers
+  kAfterDense,  // from first_k_dense_replace on, where moe_layer_freq divides the layer's number
+};
 
 struct Section {
   std::string_view source;  // checkpoint module: relative to the layer's prefix for Place::kLayer
@@ -70,6 +104,19 @@ struct ModuleRow {
   Bias bias = Bias::kNever;
   std::string_view
       fused_source{};  // checkpoint module that holds all sections one after the other; may be empty
+  Present present = Present::kAlways;
+};
+
+// The routed experts of a layer: "w13_weight" [experts here, gate and up rows, hidden] and "w2_weight"
+// [experts here, hidden, intermediate]. A checkpoint has them per expert (`source` E `gate`.weight [I, H],
+// the same for `up`, `down` [H, I]), or stacked: `source` `stacked_gate_up` [E, 2 I, H], gate rows first, and
+// `source` `down` [E, H, I]; some architectures (Wrapper::either_stack_order) also with the last two dims
+// exchanged.
+struct ExpertRow {
+  std::string_view name, type;  // of the worker's module
+  std::string_view source;      // "mlp.experts.", relative to the layer's prefix
+  std::string_view gate, up, down;
+  std::string_view stacked_gate_up;
 };
 
 // A buffer that a checkpoint may feed: row 0, 1, 2, ... as I64 [1, size] when it does not.
@@ -96,7 +143,9 @@ struct Family {
   std::span<const IndexBuffer> buffers;
   std::span<const IgnoredName> ignored;
   bool has_head = true;
-  bool pipelines = true;                              // may be cut into pipeline stages
+  bool pipelines = true;  // may be cut into pipeline stages
+  ExpertLayers expert_layers = ExpertLayers::kNone;
+  ExpertRow experts{};                                // of those layers
   std::span<const std::string_view> required_fields;  // of config.json
 };
 
@@ -105,6 +154,9 @@ struct Family {
 // parts of such a model are not known here, and their names are refused.
 struct Wrapper {
   std::string_view architecture;
+  // Its checkpoints have stacked experts in two orders, [E, out, in] and [E, in, out]: the shape tells which,
+  // and a shape that fits both is refused.
+  bool either_stack_order = false;
 };
 
 std::span<const Family> catalogue();

@@ -1,0 +1,134 @@
+#include "model/families/family_model.h"
+
+#include <algorithm>
+#include <charconv>
+#include <numeric>
+#include <unordered_set>
+
+#include "base/status_macros.h"
+#include "model/describe.h"
+
+namespace shardpull::families {
+namespace {
+
+Status refused(std::string message, Reason reason, std::string tensor) {
+  return Status(StatusCode::kInvalidArgument, std::move(message),
+                ErrorInfo{.reason = reason, .tensor = std::move(tensor)});
+}
+
+// How far apart two names are (insertions, deletions, replacements); `limit` when that or more.
+std::size_t distance(std::string_view a, std::string_view b, std::size_t limit) {
+  if (a.size() > b.size() ? a.size() - b.size() >= limit : b.size() - a.size() >= limit) return limit;
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i;
+    std::size_t least = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
+      least = std::min(least, row[j]);
+    }
+    if (least >= limit) return limit;
+  }
+  return std::min(row[b.size()], limit);
+}
+
+}  // namespace
+
+Status FamilyModel::Source::check_shape(const std::string& name,
+                                        const std::vector<std::int64_t>& found) const {
+  if (stack != nullptr) return stack->exchanged(name, stack_shard, found).status();
+  return found == shape ? Status() : wrong_shape(name, found, shape);
+}
+
+Status FamilyModel::load_weights(const std::vector<NamedTensor>& weights) {
+  std::unordered_set<std::string_view> given;
+  given.reserve(weights.size());
+  std::vector<const Source*> found;
+  found.reserve(weights.size());
+  std::vector<std::string> unknown;
+  for (const NamedTensor& weight : weights) {
+    given.insert(weight.name);
+    const auto source = sources.find(weight.name);
+    found.push_back(source == sources.end() ? nullptr : &source->second);
+    if (source == sources.end() && explain_unused(weight.name).empty()) unknown.push_back(weight.name);
+  }
+  if (!unknown.empty()) return unknown_names(unknown);
+  SHARDPULL_RETURN_IF_ERROR(check_fused([&](std::string_view name) { return given.contains(name); }));
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    if (found[i] == nullptr) continue;
+    for (const Source::Target& target : found[i]->targets) {
+      SHARDPULL_RETURN_IF_ERROR(target.parameter->load(weights[i].tensor, target.shard));
+    }
+  }
+  return {};
+}
+
+std::string FamilyModel::explain_unused(std::string_view name) const {
+  if (const auto source = sources.find(name); source != sources.end()) return source->second.unused;
+  if (!tied_head.empty() && name == tied_head) return "tied head: " + tied_to + " feeds it";
+  for (const IgnoredName& rule : ignored) {
+    if (rule.match == IgnoredName::Match::kPrefix ? name.starts_with(rule.pattern)
+                                                  : name.ends_with(rule.pattern)) {
+      return std::string(rule.reason);
+    }
+  }
+  if (prediction_layers.first < prediction_layers.end && name.starts_with(prediction_layers.prefix)) {
+    const char* const end = name.data() + name.size();
+    std::int64_t layer = -1;
+    const auto number = std::from_chars(name.data() + prediction_layers.prefix.size(), end, layer);
+    if (number.ec == std::errc() && number.ptr != end && *number.ptr == '.' &&
+        layer >= prediction_layers.first && layer < prediction_layers.end) {
+      return "unused: layer " + std::to_string(layer) +
+             " predicts further tokens (num_nextn_predict_layers) and is no part of this model";
+    }
+  }
+  return {};
+}
+
+std::vector<std::string> FamilyModel::sources_of(const Parameter& parameter) const {
+  const auto names = fed_by.find(&parameter);
+  return names == fed_by.end() ? std::vector<std::string>() : names->second;
+}
+
+Status FamilyModel::unknown_names(const std::vector<std::string>& unknown) const {
+  std::vector<std::string> lines;
+  for (const std::string& name : unknown) {
+    std::string line = name;
+    if (lines.size() < kMaxListed) {
+      const std::string* nearest = nullptr;
+      std::size_t best = std::max<std::size_t>(3, name.size() / 4);
+      for (const auto& [known, source] : sources) {
+        // Of equally near ones the first by name.
+        const std::size_t here = distance(name, known, best + 1);
+        if (here < best || (here == best && nearest != nullptr && known < *nearest)) {
+          best = here;
+          nearest = &known;
+        }
+      }
+      if (nearest != nullptr) line += " (nearest: " + *nearest + ")";
+    }
+    lines.push_back(std::move(line));
+  }
+  return refused(std::to_string(unknown.size()) +
+                     " name(s) that this architecture does not have: " + describe_list(lines),
+                 Reason::kBakeFailed, unknown.front());
+}
+
+Status FamilyModel::check_fused(const std::function<bool(std::string_view)>& given) const {
+  for (const auto& [name, parts] : fused) {
+    if (!given(name)) continue;
+    for (const std::string& part : parts) {
+      if (given(part)) {
+        return refused(part + " is in the checkpoint twice: by itself and fused in " + name,
+                       Reason::kCheckpointMalformed, part);
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace shardpull::families
