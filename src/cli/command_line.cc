@@ -134,6 +134,16 @@ std::string_view word_of(PathChoice path) {
   return "auto";
 }
 
+constexpr std::array<std::pair<const char*, PublishMode>, 3> kPublish = {
+    {{"auto", PublishMode::kAuto}, {"gather", PublishMode::kGather}, {"resident", PublishMode::kResident}}};
+
+std::string_view word_of(PublishMode publish) {
+  for (const auto& [word, value] : kPublish) {
+    if (value == publish) return word;
+  }
+  return "auto";
+}
+
 void add_shape(CLI::App& app, std::optional<ShapeSpec>& target) {
   add_text(app, "--shape", "A shape of the catalogue, such as qwen3-8b:tiny", "KEY:tiny|scaled|full",
            [&target](const std::string& text) {
@@ -186,12 +196,19 @@ void check_has_bytes(const ShapeSpec& shape) {
 }
 
 void add_fleet(CLI::App& app, FleetArguments& fleet) {
-  add_text(
-      app, "--trainer", "How the trainer holds the model", "pp=N",
-      [&fleet](const std::string& text) { fleet.trainer = value_or_throw(parse_trainer_layout(text)); },
+  CLI::Option* const words = add_text(
+      app, "--trainer", "How the trainer's ranks hold the model: pp, ep, fsdp", "WORD=N,..",
+      [&fleet](const std::string& text) { fleet.trainer.layout = value_or_throw(parse_trainer_layout(text)); },
       to_string(fleet.trainer));
+  app.add_option("--trainer-layout", fleet.trainer.file, "A layout file that says it instead, rank by rank")
+      ->type_name("FILE")
+      ->check(not_empty)
+      ->excludes(words);
+  add_choice(app, "--publish", fleet.trainer.publish, kPublish,
+             "Ranks gather whole tensors group by group, or serve what they hold in place; auto = in place "
+             "where they hold pieces");
   add_text(
-      app, "--inference", "How the workers hold the model", "tp=N,pp=N,..",
+      app, "--inference", "How the workers hold the model: tp, pp, dp, ep, replicas", "WORD=N,..",
       [&fleet](const std::string& text) { fleet.inference = value_or_throw(parse_inference_layout(text)); },
       to_string(fleet.inference));
   const std::string group = "Transfer";
@@ -206,6 +223,12 @@ void add_fleet(CLI::App& app, FleetArguments& fleet) {
   add_bytes(app, "--export-pack-limit", fleet.export_pack_limit_bytes,
             "Tensors up to this size are packed into export buffers, larger ones are served where they are")
       ->group(group);
+  add_integer(app, "--chunk-split", fleet.chunk_split, 1, 1'000'000,
+              "Parts of about equal bytes that a group's chunk is cut into")
+      ->group(group);
+  add_integer(app, "--pull-split", fleet.pull_split, 1, kMaxRanks,
+              "Ranks that one chunk is pulled from at once, where several hold it")
+      ->group(group);
   add_choice(app, "--path", fleet.path, kPaths,
              "How bytes travel; auto = mapped where peers can map the memory")
       ->group(group);
@@ -216,6 +239,12 @@ void add_fleet(CLI::App& app, FleetArguments& fleet) {
         throw CLI::ValidationError(fmt::format("--transport: \"{}\" is unknown; expected auto|shm", text));
       },
       "auto")
+      ->group(group);
+  app.add_option("--names", fleet.names,
+                 "The syncs after the first send only the tensors that match this pattern (* and ?); may be "
+                 "repeated")
+      ->type_name("GLOB")
+      ->check(not_empty)
       ->group(group);
   add_duration(app, "--connect-timeout", fleet.connect_timeout_ns, "How long a process waits for the others")
       ->group(group);
@@ -314,8 +343,10 @@ Notice wrong_use(const CLI::App& app, const std::string& message) {
 }  // namespace
 
 std::vector<std::string> to_flags(const FleetArguments& fleet) {
-  return {"--trainer",
+  std::vector<std::string> flags = {fleet.trainer.file.empty() ? "--trainer" : "--trainer-layout",
           to_string(fleet.trainer),
+          "--publish",
+          std::string(word_of(fleet.trainer.publish)),
           "--inference",
           to_string(fleet.inference),
           "--ring-depth",
@@ -326,12 +357,21 @@ std::vector<std::string> to_flags(const FleetArguments& fleet) {
           exact_bytes(fleet.max_chunk_bytes),
           "--export-pack-limit",
           exact_bytes(fleet.export_pack_limit_bytes),
+          "--chunk-split",
+          fmt::format("{}", fleet.chunk_split),
+          "--pull-split",
+          fmt::format("{}", fleet.pull_split),
           "--path",
           std::string(word_of(fleet.path)),
           "--connect-timeout",
           exact_duration(fleet.connect_timeout_ns),
           "--stall-timeout",
           exact_duration(fleet.stall_timeout_ns)};
+  for (const std::string& pattern : fleet.names) {
+    flags.push_back("--names");
+    flags.push_back(pattern);
+  }
+  return flags;
 }
 
 std::vector<std::string> to_flags(const VersionArguments& versions) {
@@ -455,10 +495,10 @@ Command parse_command_line(const std::vector<std::string>& words) {
       return sync;
     }
     if (trainer_app->parsed()) {
-      if (trainer.rank >= trainer.fleet.trainer.ranks()) {
+      const TrainerSide& side = trainer.fleet.trainer;  // a layout file is read later
+      if (side.file.empty() && trainer.rank >= side.layout.ranks()) {
         throw CLI::ValidationError(fmt::format("--rank: {} is not below the {} ranks of --trainer {}",
-                                               trainer.rank, trainer.fleet.trainer.ranks(),
-                                               to_string(trainer.fleet.trainer)));
+                                               trainer.rank, side.layout.ranks(), to_string(side)));
       }
       return trainer;
     }

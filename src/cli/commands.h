@@ -10,6 +10,7 @@
 
 #include "checkpoint/shapes.h"
 #include "cli/layouts.h"
+#include "cli/trainer_side.h"
 #include "shardpull/worker.h"
 
 namespace shardpull::cli {
@@ -27,13 +28,15 @@ struct ModelArguments {
 
 // What all processes of a fleet must agree on. Every process is started with the same.
 struct FleetArguments {
-  TrainerLayout trainer;
+  TrainerSide trainer;
   InferenceLayout inference;
   std::uint32_t lookahead = 1;
   std::uint32_t ring_depth = 2;
   std::uint64_t max_chunk_bytes = 64ull << 20;
   std::uint64_t export_pack_limit_bytes = 64ull << 20;
+  std::uint32_t chunk_split = 1, pull_split = 1;
   PathChoice path = PathChoice::kAuto;
+  std::vector<std::string> names;  // glob patterns: what the syncs after the first send; empty: everything
   std::int64_t connect_timeout_ns = 60'000'000'000;
   std::int64_t stall_timeout_ns = 300'000'000'000;
 };

@@ -42,25 +42,6 @@ Digest128 FleetPlan::digest() const {
   return {.low = all.low64, .high = all.high64};
 }
 
-Result<std::vector<std::vector<std::uint32_t>>> held_names(const ModelInput& model,
-                                                           const TrainerLayout& layout,
-                                                           const std::vector<std::string>& withheld) {
-  SHARDPULL_ASSIGN_OR_RETURN(auto held,
-                             names_of_ranks(model.metadata, model.config.tie_word_embeddings, layout));
-  for (const std::string& name : withheld) {
-    const auto at = std::find_if(model.metadata.begin(), model.metadata.end(),
-                                 [&](const TensorMeta& meta) { return meta.name == name; });
-    if (at == model.metadata.end()) {
-      return Status(StatusCode::kInvalidArgument,
-                    fmt::format("--withhold: {} has no tensor {}", model.label, name),
-                    {.reason = Reason::kBadArgument, .tensor = name});
-    }
-    const auto index = static_cast<std::uint32_t>(at - model.metadata.begin());
-    for (auto& names : held) std::erase(names, index);
-  }
-  return held;
-}
-
 Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& options) {
   const SystemClock& clock = SystemClock::instance();
   const std::uint32_t count = workers(options.inference);
@@ -79,28 +60,31 @@ Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& op
   const std::int64_t baked = clock.now_ns();
   fleet.bake_ns = baked - begin;
 
-  SHARDPULL_ASSIGN_OR_RETURN(const auto held, held_names(model, options.trainer, options.withheld));
+  SHARDPULL_ASSIGN_OR_RETURN(fleet.holdings, trainer_holdings(model, options.trainer, options.withheld));
   SHARDPULL_ASSIGN_OR_RETURN(const std::vector<GatherGroup> groups, form_groups(model.metadata));
+  const std::uint32_t ranks = fleet.holdings.ranks();
   std::vector<Holding> holdings;
   const Digest128 metadata = metadata_digest(model.metadata);
-  for (std::uint32_t rank = 0; rank < options.trainer.ranks(); ++rank) {
+  for (std::uint32_t rank = 0; rank < ranks; ++rank) {
     Holding holding;
     holding.rank = rank;
     holding.digest = metadata;
     holding.whole.assign((model.metadata.size() + 7) / 8, 0);
-    for (const std::uint32_t name : held[rank]) {
+    for (const std::uint32_t name : fleet.holdings.served[rank].whole) {
       holding.whole[name / 8] |= static_cast<std::uint8_t>(1u << (name % 8));
     }
+    holding.pieces = fleet.holdings.served[rank].pieces;
+    holding.resident = fleet.holdings.resident;
     holdings.push_back(std::move(holding));
   }
   InitTables& tables = fleet.tables;
   SHARDPULL_ASSIGN_OR_RETURN(tables.ownership, resolve_ownership(model.metadata, holdings));
   tables.metadata = model.metadata;
   for (const GatherGroup& group : groups) tables.group_lens.push_back(group.count);
-  for (std::uint32_t rank = 0; rank < options.trainer.ranks(); ++rank) {
+  for (std::uint32_t rank = 0; rank < ranks; ++rank) {
     tables.producers.push_back(fmt::format("trainer {}", rank));
     tables.producer_mappable.push_back(1);
-    tables.producer_resident.push_back(0);
+    tables.producer_resident.push_back(fleet.holdings.resident ? 1 : 0);
   }
   tables.num_consumers = count;
   tables.num_replicas = static_cast<std::uint32_t>(options.inference.replicas);

@@ -9,6 +9,7 @@
 
 #include "cli/layouts.h"
 #include "cli/model_input.h"
+#include "cli/trainer_side.h"
 #include "plan/plan.h"
 #include "shardpull/bake.h"
 #include "shardpull/status.h"
@@ -16,7 +17,7 @@
 namespace shardpull::cli {
 
 struct FleetPlanOptions {
-  TrainerLayout trainer;
+  TrainerSide trainer;
   InferenceLayout inference;
   std::uint32_t ring_depth = 2;
   std::uint64_t export_pack_limit_bytes = 64ull << 20;
@@ -26,6 +27,7 @@ struct FleetPlanOptions {
 };
 
 struct FleetPlan {
+  TrainerHoldings holdings;
   InitTables tables;
   std::vector<Recording> recordings;  // by consumer
   std::vector<WorkerPlan> plans;      // by consumer
@@ -41,11 +43,5 @@ struct FleetPlan {
 // Builds, bakes and plans every worker. Errors are those of the rooms, with the worker named where there is
 // one.
 Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& options);
-
-// The names each rank holds: the layout's, less the withheld. Refused: a withheld name that the model does
-// not have.
-Result<std::vector<std::vector<std::uint32_t>>> held_names(const ModelInput& model,
-                                                           const TrainerLayout& layout,
-                                                           const std::vector<std::string>& withheld);
 
 }  // namespace shardpull::cli

@@ -30,6 +30,17 @@ struct Word {
 constexpr std::array<std::string_view, 8> kOtherWords = {"tp",   "pp", "dp", "ep",
                                                          "fsdp", "cp", "sp", "replicas"};
 
+// The product of the words' numbers, or an error when it is above the most processes of one side.
+Result<std::uint64_t> count_of(std::string_view text, std::string_view flag, std::string_view what,
+                               std::span<const Word> words) {
+  std::uint64_t count = 1;
+  for (const Word& word : words) {
+    count *= *word.target;  // at most kMaxRanks^2 here
+    if (count > kMaxRanks) return refused(fmt::format("{}: {} gives more than {} {}", flag, text, kMaxRanks, what));
+  }
+  return count;
+}
+
 Status parse_words(std::string_view text, std::string_view flag, std::string_view form,
                    std::span<const Word> words) {
   const std::string expected = fmt::format("expected {}", form);
@@ -74,52 +85,49 @@ bool is_input_embedding(std::string_view name) {
   return name.ends_with("embed_tokens.weight") || name.ends_with("word_embeddings.weight");
 }
 
-}  // namespace
 
-Result<TrainerLayout> parse_trainer_layout(std::string_view text) {
-  TrainerLayout layout;
-  const Word words[] = {{"pp", &layout.pp}};
-  SHARDPULL_RETURN_IF_ERROR(parse_words(text, "--trainer", "pp=N, such as pp=2", words));
-  return layout;
+// A part of `total` things: rank `index` of `count` has [first, first + size), the remainder going to the first.
+struct Block {
+  std::int64_t first = 0, size = 0;
+};
+Block block_of(std::int64_t total, std::int64_t count, std::int64_t index) {
+  const std::int64_t each = total / count, more = total % count;
+  return {index * each + std::min(index, more), each + (index < more ? 1 : 0)};
 }
 
-Result<InferenceLayout> parse_inference_layout(std::string_view text) {
-  std::uint32_t tp = 1, pp = 1, dp = 1, replicas = 1;
-  const Word words[] = {{"tp", &tp}, {"pp", &pp}, {"dp", &dp}, {"replicas", &replicas}};
-  SHARDPULL_RETURN_IF_ERROR(parse_words(
-      text, "--inference", "tp=N, pp=N, dp=N and replicas=N, each at most once, such as tp=2,pp=1", words));
-  std::uint64_t count = 1;
-  for (const Word& word : words) {
-    count *= *word.target;  // at most kMaxRanks^2 here
-    if (count > kMaxRanks) {
-      return refused(fmt::format("--inference: {} gives more than {} workers", text, kMaxRanks));
-    }
+// What of a name the experts of a model are: "<prefix>.experts" and, for a name of one expert, which.
+struct ExpertName {
+  std::string_view owner;
+  std::optional<std::int64_t> expert;  // absent: a stack of all
+};
+std::optional<ExpertName> expert_of(std::string_view name) {
+  constexpr std::string_view kPart = ".experts.";
+  const std::size_t at = name.find(kPart);
+  if (at == std::string_view::npos) return std::nullopt;
+  ExpertName out{.owner = name.substr(0, at + kPart.size()), .expert = std::nullopt};
+  const std::string_view rest = name.substr(at + kPart.size());
+  const std::string_view part = rest.substr(0, rest.find('.'));
+  if (!part.empty() && std::all_of(part.begin(), part.end(), [](char c) { return c >= '0' && c <= '9'; })) {
+    const auto number = parse_integer(part, name, 0, INT32_MAX);
+    if (!number.ok()) return std::nullopt;
+    out.expert = *number;
   }
-  InferenceLayout layout;
-  layout.tp = static_cast<int>(tp);
-  layout.pp = static_cast<int>(pp);
-  layout.dp = static_cast<int>(dp);
-  layout.replicas = static_cast<int>(replicas);
-  return layout;
+  return out;
 }
 
-std::string to_string(const TrainerLayout& layout) {
-  return fmt::format("pp={}", layout.pp);
+// The rows of dim 0 of `box` that fsdp rank `index` of `count` has; nothing when it has none.
+std::optional<Box> fsdp_rows(Box box, std::int64_t count, std::int64_t index) {
+  const std::int64_t rows = box.size[0], each = (rows + count - 1) / count;
+  const std::int64_t first = std::min(index * each, rows);
+  if (first == rows) return std::nullopt;
+  box.start[0] += first;
+  box.size[0] = std::min(each, rows - first);
+  return box;
 }
 
-std::string to_string(const InferenceLayout& layout) {
-  std::string text = fmt::format("tp={},pp={}", layout.tp, layout.pp);
-  if (layout.dp != 1) text += fmt::format(",dp={}", layout.dp);
-  if (layout.replicas != 1) text += fmt::format(",replicas={}", layout.replicas);
-  return text;
-}
-
-std::uint32_t workers(const InferenceLayout& layout) {
-  return static_cast<std::uint32_t>(layout.workers());
-}
-
-Result<std::vector<std::vector<std::uint32_t>>> names_of_ranks(const std::vector<TensorMeta>& metadata,
-                                                               bool tied, const TrainerLayout& layout) {
+// The names of each pipeline stage.
+Result<std::vector<std::vector<std::uint32_t>>> names_of_stages(const std::vector<TensorMeta>& metadata, bool tied,
+                                                                std::uint32_t pp) {
   SHARDPULL_ASSIGN_OR_RETURN(const std::vector<GatherGroup> groups, form_groups(metadata));
 
   // The layers in the model's order. form_groups gives them in the list's, where 10 may come before 2.
@@ -138,7 +146,7 @@ Result<std::vector<std::vector<std::uint32_t>>> names_of_ranks(const std::vector
                       "the layer of " + metadata[groups[g].first].name, 0, INT64_MAX));
     layers[{static_cast<std::size_t>(at - prefixes.begin()), static_cast<std::uint64_t>(number)}] = g;
   }
-  const auto stages = pipeline_stages(static_cast<std::int64_t>(layers.size()), static_cast<int>(layout.pp));
+  const auto stages = pipeline_stages(static_cast<std::int64_t>(layers.size()), static_cast<int>(pp));
   std::vector<std::optional<std::uint32_t>> rank_of_group(groups.size());
   std::int64_t layer = 0;
   std::uint32_t rank = 0;
@@ -148,7 +156,7 @@ Result<std::vector<std::vector<std::uint32_t>>> names_of_ranks(const std::vector
     ++layer;
   }
 
-  std::vector<std::vector<std::uint32_t>> names(layout.pp);
+  std::vector<std::vector<std::uint32_t>> names(pp);
   for (std::size_t g = 0; g < groups.size(); ++g) {
     for (std::uint32_t n = groups[g].first; n < groups[g].first + groups[g].count; ++n) {
       if (rank_of_group[g]) {
@@ -158,15 +166,116 @@ Result<std::vector<std::vector<std::uint32_t>>> names_of_ranks(const std::vector
       const bool first = is_embedding(metadata[n].name);
       const bool last = !first || (tied && is_input_embedding(metadata[n].name));
       if (first) names.front().push_back(n);
-      if (last && (!first || layout.pp > 1)) names.back().push_back(n);
+      if (last && (!first || pp > 1)) names.back().push_back(n);
     }
   }
-  for (std::uint32_t r = 0; r < layout.pp; ++r) {
+  for (std::uint32_t r = 0; r < pp; ++r) {
     if (!names[r].empty()) continue;
-    return refused(fmt::format("--trainer pp={}: rank {} would hold nothing, since the model has {} layers",
-                               layout.pp, r, layers.size()));
+    return refused(fmt::format("--trainer pp={}: stage {} would hold nothing, since the model has {} layers",
+                               pp, r, layers.size()));
   }
   return names;
+}
+
+}  // namespace
+
+Result<TrainerLayout> parse_trainer_layout(std::string_view text) {
+  TrainerLayout layout;
+  const Word words[] = {{"pp", &layout.pp}, {"ep", &layout.ep}, {"fsdp", &layout.fsdp}};
+  SHARDPULL_RETURN_IF_ERROR(
+      parse_words(text, "--trainer", "pp=N, ep=N and fsdp=N, each at most once, such as pp=2,fsdp=4", words));
+  SHARDPULL_RETURN_IF_ERROR(count_of(text, "--trainer", "ranks", words).status());
+  return layout;
+}
+
+Result<InferenceLayout> parse_inference_layout(std::string_view text) {
+  std::uint32_t tp = 0, pp = 1, dp = 1, ep = 1, replicas = 1;
+  const Word words[] = {{"tp", &tp}, {"pp", &pp}, {"dp", &dp}, {"ep", &ep}, {"replicas", &replicas}};
+  SHARDPULL_RETURN_IF_ERROR(parse_words(
+      text, "--inference", "tp=N, pp=N, dp=N, ep=N and replicas=N, each at most once, such as tp=2,pp=1",
+      words));
+  if (tp == 0) tp = ep > 1 && ep % dp == 0 ? ep / dp : 1;
+  if (ep > 1 && std::uint64_t{ep} != std::uint64_t{tp} * dp) {
+    return refused(fmt::format(
+        "--inference: {}: ep is 1 or tp x dp, the workers of a pipeline stage, which are {} x {}", text, tp, dp));
+  }
+  const Word processes[] = {{"tp", &tp}, {"pp", &pp}, {"dp", &dp}, {"replicas", &replicas}};
+  SHARDPULL_RETURN_IF_ERROR(count_of(text, "--inference", "workers", processes).status());
+  InferenceLayout layout;
+  layout.tp = static_cast<int>(tp);
+  layout.pp = static_cast<int>(pp);
+  layout.dp = static_cast<int>(dp);
+  layout.ep = static_cast<int>(ep);
+  layout.replicas = static_cast<int>(replicas);
+  return layout;
+}
+
+std::string to_string(const TrainerLayout& layout) {
+  std::string text = fmt::format("pp={}", layout.pp);
+  if (layout.ep != 1) text += fmt::format(",ep={}", layout.ep);
+  if (layout.fsdp != 1) text += fmt::format(",fsdp={}", layout.fsdp);
+  return text;
+}
+
+std::string to_string(const InferenceLayout& layout) {
+  std::string text = fmt::format("tp={},pp={}", layout.tp, layout.pp);
+  if (layout.dp != 1) text += fmt::format(",dp={}", layout.dp);
+  if (layout.ep != 1) text += fmt::format(",ep={}", layout.ep);
+  if (layout.replicas != 1) text += fmt::format(",replicas={}", layout.replicas);
+  return text;
+}
+
+std::uint32_t workers(const InferenceLayout& layout) {
+  return static_cast<std::uint32_t>(layout.workers());
+}
+
+Result<std::vector<HeldByRank>> holdings_of(const std::vector<TensorMeta>& metadata, bool tied,
+                                            const TrainerLayout& layout) {
+  SHARDPULL_ASSIGN_OR_RETURN(const auto stages, names_of_stages(metadata, tied, layout.pp));
+  std::map<std::string_view, std::int64_t> experts;  // by ExpertName::owner, how many
+  for (const TensorMeta& meta : metadata) {
+    const auto name = expert_of(meta.name);
+    if (!name) continue;
+    std::int64_t& count = experts[name->owner];
+    count = std::max(count, name->expert ? *name->expert + 1 : meta.shape.empty() ? 0 : meta.shape[0]);
+  }
+  std::vector<HeldByRank> ranks;
+  ranks.reserve(layout.ranks());
+  for (std::uint32_t pp = 0; pp < layout.pp; ++pp) {
+    for (std::uint32_t ep = 0; ep < layout.ep; ++ep) {
+      for (std::uint32_t fsdp = 0; fsdp < layout.fsdp; ++fsdp) {
+        const auto rank = static_cast<std::uint32_t>(ranks.size());
+        HeldByRank& held = ranks.emplace_back();
+        for (const std::uint32_t name : stages[pp]) {
+          const std::vector<std::int64_t>& shape = metadata[name].shape;
+          std::optional<Box> box = Box{std::vector<std::int64_t>(shape.size(), 0), shape};
+          if (const auto expert = expert_of(metadata[name].name)) {
+            const Block mine = block_of(experts[expert->owner], layout.ep, ep);
+            if (expert->expert) {
+              if (*expert->expert < mine.first || *expert->expert >= mine.first + mine.size) continue;
+            } else if (!shape.empty()) {
+              box->start[0] = mine.first;
+              box->size[0] = mine.size;
+              if (mine.size == 0) continue;
+            }
+          }
+          const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+          if (layout.fsdp > 1 && !shape.empty() && !empty) box = fsdp_rows(*box, layout.fsdp, fsdp);
+          if (!box) continue;
+          if (box->size == shape) {
+            held.whole.push_back(name);
+          } else {
+            held.pieces.push_back({.name = name, .box = std::move(*box), .rank = rank});
+          }
+        }
+        if (held.whole.empty() && held.pieces.empty()) {
+          return refused(fmt::format("--trainer {}: rank {} would hold nothing: no tensor has enough rows",
+                                     to_string(layout), rank));
+        }
+      }
+    }
+  }
+  return ranks;
 }
 
 }  // namespace shardpull::cli

@@ -29,14 +29,15 @@ std::vector<std::string> decoder(int layers, bool head) {
 
 std::vector<std::vector<std::string>> held(const std::vector<TensorMeta>& metadata, bool tied,
                                            std::uint32_t pp) {
-  auto names = names_of_ranks(metadata, tied, {.pp = pp});
+  auto names = holdings_of(metadata, tied, {.pp = pp});
   EXPECT_TRUE(names.ok()) << names.status().message();
   std::vector<std::vector<std::string>> out;
   if (!names.ok()) return out;
   for (const auto& rank : *names) {
-    EXPECT_TRUE(std::is_sorted(rank.begin(), rank.end()));
+    EXPECT_TRUE(std::is_sorted(rank.whole.begin(), rank.whole.end()));
+    EXPECT_TRUE(rank.pieces.empty());
     auto& texts = out.emplace_back();
-    for (const std::uint32_t name : rank) texts.push_back(metadata[name].name);
+    for (const std::uint32_t name : rank.whole) texts.push_back(metadata[name].name);
   }
   return out;
 }
@@ -48,6 +49,11 @@ TEST(Layouts, Words) {
   EXPECT_EQ(to_string(*layout), "tp=4,pp=2");
   EXPECT_EQ(workers(*layout), 8u);
   EXPECT_EQ(workers(*parse_inference_layout("tp=2,pp=2,dp=2,replicas=3")), 24u);
+  EXPECT_EQ(to_string(*parse_inference_layout("ep=4")), "tp=4,pp=1,ep=4");
+  EXPECT_EQ(to_string(*parse_inference_layout("dp=2,ep=4")), "tp=2,pp=1,dp=2,ep=4");
+  EXPECT_EQ(workers(*parse_inference_layout("tp=2,dp=2,ep=4")), 4u);
+  EXPECT_EQ(to_string(*parse_trainer_layout("fsdp=3,pp=2,ep=2")), "pp=2,ep=2,fsdp=3");
+  EXPECT_EQ(parse_trainer_layout("fsdp=3,pp=2,ep=2")->ranks(), 12u);
 }
 
 TEST(Layouts, MalformedWordsAreRefusedWithTheForm) {
@@ -58,7 +64,9 @@ TEST(Layouts, MalformedWordsAreRefusedWithTheForm) {
     EXPECT_EQ(layout.status().code(), StatusCode::kInvalidArgument);
     EXPECT_THAT(layout.status().message(), HasSubstr("--trainer")) << text;
   }
-  EXPECT_THAT(parse_trainer_layout("fsdp=2").status().message(), HasSubstr("not supported"));
+  EXPECT_THAT(parse_trainer_layout("tp=2").status().message(), HasSubstr("not supported"));
+  EXPECT_FALSE(parse_trainer_layout("pp=300,ep=300").ok());
+  EXPECT_THAT(parse_inference_layout("tp=2,ep=4").status().message(), HasSubstr("tp x dp"));
   EXPECT_THAT(parse_inference_layout("frob=2").status().message(), HasSubstr("unknown"));
   EXPECT_FALSE(parse_inference_layout("tp=60000,pp=60000,dp=60000,replicas=60000").ok());
 }
@@ -106,7 +114,7 @@ TEST(Layouts, EveryNameHasAnOwnerAndOneRankHasAll) {
 }
 
 TEST(Layouts, RankWithoutNamesIsRefused) {
-  const auto refused = names_of_ranks(tensors(decoder(2, true)), false, {.pp = 5});
+  const auto refused = holdings_of(tensors(decoder(2, true)), false, {.pp = 5});
   ASSERT_FALSE(refused.ok());
   EXPECT_THAT(refused.status().message(), HasSubstr("would hold nothing"));
   EXPECT_THAT(refused.status().message(), HasSubstr("2 layers"));
@@ -120,6 +128,49 @@ TEST(Layouts, BertNames) {
               ElementsAre(ElementsAre("embeddings.LayerNorm.weight", "embeddings.word_embeddings.weight",
                                       "encoder.layer.0.output.dense.weight"),
                           ElementsAre("encoder.layer.1.output.dense.weight", "pooler.dense.weight")));
+}
+
+// Goal: torch's fully_shard: ceil(rows / ranks) each, so that the last rank has the rest, or nothing.
+TEST(Layouts, FsdpRowsAreTorchChunks) {
+  const std::vector<TensorMeta> metadata = {{"a", DType::kBF16, {10, 2}},
+                                            {"b", DType::kBF16, {3, 2}},
+                                            {"c", DType::kF32, {}}};
+  const auto ranks = holdings_of(metadata, false, {.fsdp = 4});
+  ASSERT_TRUE(ranks.ok()) << ranks.status().message();
+  ASSERT_EQ(ranks->size(), 4u);
+  const std::int64_t a[] = {3, 3, 3, 1};
+  for (std::uint32_t r = 0; r < 4; ++r) {
+    const HeldByRank& held = (*ranks)[r];
+    EXPECT_THAT(held.whole, ElementsAre(2u));
+    ASSERT_EQ(held.pieces.size(), r < 3 ? 2u : 1u);
+    EXPECT_EQ(held.pieces[0], (Piece{0, Box{{3 * r, 0}, {a[r], 2}}, r}));
+    if (r < 3) EXPECT_EQ(held.pieces[1], (Piece{1, Box{{r, 0}, {1, 2}}, r}));
+  }
+}
+
+// Goal: five experts over two ranks are 3 + 2, one by one and stacked; what is no expert is on both; fsdp ranks
+// cut the block of a stack.
+TEST(Layouts, ExpertsAreCutIntoBlocks) {
+  std::vector<TensorMeta> metadata = {{"model.layers.0.mlp.gate.weight", DType::kBF16, {5, 4}}};
+  for (int e = 0; e < 5; ++e) {
+    metadata.push_back({"model.layers.1.mlp.experts." + std::to_string(e) + ".up_proj.weight", DType::kBF16, {6, 4}});
+  }
+  metadata.push_back({"model.layers.2.mlp.experts.down_proj", DType::kBF16, {5, 4, 6}});
+  metadata.push_back({"model.layers.2.mlp.shared_experts.down_proj.weight", DType::kBF16, {4, 6}});
+  const auto ranks = holdings_of(metadata, false, {.ep = 2});
+  ASSERT_TRUE(ranks.ok()) << ranks.status().message();
+  EXPECT_THAT((*ranks)[0].whole, ElementsAre(0u, 1u, 2u, 3u, 7u));
+  EXPECT_THAT((*ranks)[1].whole, ElementsAre(0u, 4u, 5u, 7u));
+  EXPECT_THAT((*ranks)[0].pieces, ElementsAre(Piece{6, Box{{0, 0, 0}, {3, 4, 6}}, 0}));
+  EXPECT_THAT((*ranks)[1].pieces, ElementsAre(Piece{6, Box{{3, 0, 0}, {2, 4, 6}}, 1}));
+  const auto both = holdings_of(metadata, false, {.ep = 2, .fsdp = 2});
+  ASSERT_TRUE(both.ok()) << both.status().message();
+  const auto has = [](const HeldByRank& held, const Piece& piece) {
+    return std::find(held.pieces.begin(), held.pieces.end(), piece) != held.pieces.end();
+  };
+  EXPECT_TRUE(has((*both)[0], Piece{6, Box{{0, 0, 0}, {2, 4, 6}}, 0}));
+  EXPECT_TRUE(has((*both)[1], Piece{6, Box{{2, 0, 0}, {1, 4, 6}}, 1}));
+  EXPECT_TRUE(has((*both)[3], Piece{6, Box{{4, 0, 0}, {1, 4, 6}}, 3}));
 }
 
 }  // namespace

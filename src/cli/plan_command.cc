@@ -108,7 +108,10 @@ Status plan(const PlanArguments& arguments) {
                          .inference = arguments.fleet.inference,
                          .ring_depth = arguments.fleet.ring_depth,
                          .export_pack_limit_bytes = arguments.fleet.export_pack_limit_bytes,
-                         .plan = {.max_chunk_bytes = arguments.fleet.max_chunk_bytes, .path = path},
+                         .plan = {.max_chunk_bytes = arguments.fleet.max_chunk_bytes,
+                                  .chunk_split = arguments.fleet.chunk_split,
+                                  .pull_split = arguments.fleet.pull_split,
+                                  .path = path},
                          .bake = {},
                          .withheld = arguments.withhold}));
   if (!arguments.explain.empty()) {

@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "plan/restrict.h"
 
 namespace shardpull::cli {
 namespace {
@@ -74,8 +75,23 @@ void become(const std::string& name) {
   }
 }
 
+Result<std::vector<std::uint32_t>> later_names(const FleetArguments& fleet, const ModelInput& model) {
+  std::vector<std::uint32_t> names;
+  if (fleet.names.empty()) return names;
+  auto set = names_matching(fleet.names, model.metadata);
+  if (!set.ok()) return set.status().with_context("--names");
+  for (std::uint32_t name = 0; name < model.metadata.size(); ++name) {
+    if (listed(*set, name)) names.push_back(name);
+  }
+  return names;
+}
+
 std::string describe_layouts(const FleetArguments& fleet) {
-  return fmt::format("--trainer {} --inference {}", to_string(fleet.trainer), to_string(fleet.inference));
+  // A file may lie elsewhere on another host; what it says reaches the workers with the plan's tables.
+  const std::string trainer = fleet.trainer.file.empty() ? "--trainer " + to_string(fleet.trainer) : "--trainer-layout";
+  std::string text = fmt::format("{} --inference {}", trainer, to_string(fleet.inference));
+  for (const std::string& pattern : fleet.names) text += " --names " + pattern;
+  return text;
 }
 
 int fail(LauncherChannel& launcher, const std::string& name, const Status& status) {

@@ -1,10 +1,13 @@
 // What the trainer and the worker command share.
 #pragma once
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cli/commands.h"
 #include "cli/launcher_channel.h"
+#include "cli/model_input.h"
 #include "shardpull/fleet.h"
 #include "shardpull/status.h"
 
@@ -12,6 +15,10 @@ namespace shardpull::cli {
 
 // The fleet's options: its directory, the token from --token-file or SHARDPULL_TOKEN, and the time limits.
 Result<FleetOptions> fleet_options(const FleetArguments& fleet, const ProcessArguments& process);
+
+// The names that the syncs after the first send, ascending indices into the model's metadata; empty: all.
+// Refused: a pattern that matches nothing.
+Result<std::vector<std::uint32_t>> later_names(const FleetArguments& fleet, const ModelInput& model);
 
 // "--trainer pp=2 --inference tp=2,pp=1": what every process of a fleet must have been given alike.
 std::string describe_layouts(const FleetArguments& fleet);

@@ -77,7 +77,7 @@ class FleetRun {
   FleetRun(const SyncArguments& arguments, const FleetPlan& plan, Supervisor& supervisor, Progress& progress,
            RunReport& report)
       : arguments_(arguments),
-        trainers_(arguments.fleet.trainer.ranks()),
+        trainers_(plan.holdings.ranks()),
         workers_(workers(arguments.fleet.inference)),
         supervisor_(supervisor),
         progress_(progress),
@@ -321,15 +321,20 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
                           .inference = fleet.inference,
                           .ring_depth = fleet.ring_depth,
                           .export_pack_limit_bytes = fleet.export_pack_limit_bytes,
-                          .plan = {.max_chunk_bytes = fleet.max_chunk_bytes, .path = policy_of(fleet.path)},
+                          .plan = {.max_chunk_bytes = fleet.max_chunk_bytes,
+                                   .chunk_split = fleet.chunk_split,
+                                   .pull_split = fleet.pull_split,
+                                   .path = policy_of(fleet.path)},
                           .bake = {},
                           .withheld = arguments.withhold});
   if (!plan.ok()) return failed(plan.status());
-  auto held = held_names(*model, fleet.trainer, arguments.withhold);
-  if (!held.ok()) return failed(held.status());
   std::uint64_t bytes_per_sync = 0;
-  for (const auto& names : *held) {
-    for (const std::uint32_t name : names) bytes_per_sync += bytes_of(*model, name);
+  for (const HeldByRank& served : plan->holdings.served) {
+    for (const std::uint32_t name : served.whole) bytes_per_sync += bytes_of(*model, name);
+    for (const Piece& piece : served.pieces) {
+      const auto bytes = tensor_bytes(model->metadata[piece.name].dtype, piece.box.size);
+      if (bytes.ok()) bytes_per_sync += *bytes;
+    }
   }
 
   const std::filesystem::path fleet_directory = directory->path() / "fleet";

@@ -18,6 +18,7 @@
 #include "cli/model_input.h"
 #include "cli/process_setup.h"
 #include "cli/sync_report.h"
+#include "cli/trainer_side.h"
 #include "shardpull/trainer.h"
 
 namespace shardpull::cli {
@@ -33,13 +34,21 @@ class TrainerRun {
       : arguments_(arguments),
         launcher_(launcher),
         name_(fmt::format("trainer {}", arguments.rank)),
-        ranks_(arguments.fleet.trainer.ranks()),
         workers_(workers(arguments.fleet.inference)) {}
 
   Status run() {
     SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
     SHARDPULL_ASSIGN_OR_RETURN(const ModelInput model, open_model(arguments_.model));
-    SHARDPULL_ASSIGN_OR_RETURN(auto held, held_names(model, arguments_.fleet.trainer, arguments_.withhold));
+    SHARDPULL_ASSIGN_OR_RETURN(TrainerHoldings holdings,
+                               trainer_holdings(model, arguments_.fleet.trainer, arguments_.withhold));
+    ranks_ = holdings.ranks();
+    if (arguments_.rank >= ranks_) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--rank: {} is not below the {} ranks of {}", arguments_.rank, ranks_,
+                                to_string(arguments_.fleet.trainer)),
+                    {.reason = Reason::kBadArgument});
+    }
+    SHARDPULL_ASSIGN_OR_RETURN(names_, later_names(arguments_.fleet, model));
     const auto replicas = static_cast<std::uint32_t>(arguments_.fleet.inference.replicas);
     SHARDPULL_ASSIGN_OR_RETURN(
         const std::unique_ptr<Trainer> trainer,
@@ -52,10 +61,16 @@ class TrainerRun {
                          .ring_depth = arguments_.fleet.ring_depth,
                          .lookahead = arguments_.fleet.lookahead,
                          .export_pack_limit_bytes = arguments_.fleet.export_pack_limit_bytes,
-                         .on_consumer_loss = OnConsumerLoss::kFail}));
+                         .on_consumer_loss = OnConsumerLoss::kFail,
+                         .publish = arguments_.fleet.trainer.publish}));
     trainer_ = trainer.get();
     SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<CheckpointSource> source,
-                               CheckpointSource::load(model, std::move(held[arguments_.rank]), *trainer,
+                               CheckpointSource::load(model,
+                                                      {.kept = std::move(holdings.kept[arguments_.rank]),
+                                                       .served = std::move(holdings.served[arguments_.rank]),
+                                                       .resident = holdings.resident,
+                                                       .resident_groups = arguments_.fleet.lookahead + 1},
+                                                      *trainer,
                                                       [this](std::uint64_t bytes) { show_progress(bytes); }));
     SHARDPULL_RETURN_IF_ERROR(trainer->init(*source));
     for (std::uint32_t sync = 1; sync <= arguments_.versions.syncs; ++sync) {
@@ -79,9 +94,11 @@ class TrainerRun {
 
   Status run_sync(std::uint32_t sync, CheckpointSource& source) {
     const std::uint64_t version = arguments_.versions.version_of(sync);
-    source.set_version(version);
+    const bool part = sync > 1 && !names_.empty();
+    source.set_version(version, part ? names_ : std::vector<std::uint32_t>());
     SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("ready", sync));
-    SHARDPULL_ASSIGN_OR_RETURN(const SyncReport report, trainer_->send_weights(version));
+    SHARDPULL_ASSIGN_OR_RETURN(const SyncReport report, trainer_->send_weights(version, {.names = part ? arguments_.fleet.names
+                                                                                                  : std::vector<std::string>()}));
     memory_.pause();
     SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("synced", sync));
 
@@ -91,7 +108,8 @@ class TrainerRun {
     own.memory = {.process = name_,
                   .model_bytes = source.held_bytes(),
                   .engine_bytes = trainer_->engine_bytes(),
-                  .peak_extra_bytes = memory_.peak_bytes() + trainer_->engine_bytes()};
+                  .peak_extra_bytes =
+                      memory_.peak_bytes() + trainer_->engine_bytes() + source.gather_bytes()};
     if (sender()) {
       SHARDPULL_RETURN_IF_ERROR(collect(sync, report, std::move(own)));
     } else {
@@ -209,7 +227,9 @@ class TrainerRun {
   const TrainerArguments& arguments_;
   LauncherChannel& launcher_;
   const std::string name_;
-  const std::uint32_t ranks_, workers_;
+  const std::uint32_t workers_;
+  std::uint32_t ranks_ = 0;
+  std::vector<std::uint32_t> names_;  // of the syncs after the first, ascending; empty: all
   MemorySampler memory_;
   Trainer* trainer_ = nullptr;
   RunReport report_;  // by hand only: what the last line says

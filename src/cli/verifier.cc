@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 #include <map>
+#include <set>
 #include <span>
 #include <system_error>
 #include <utility>
@@ -81,7 +82,8 @@ Status differs(const Parameter& parameter, const std::byte* got, const std::byte
 }  // namespace
 
 Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, std::uint32_t consumer,
-                       const Recording& recording, std::uint64_t version, Model& model) {
+                       const Recording& recording, const std::vector<std::uint64_t>& versions,
+                       Model& model) {
   const Checkpoint& files = *input.checkpoint;
   const std::size_t count = input.metadata.size();
   std::vector<bool> live(count, false);
@@ -106,7 +108,7 @@ Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, s
     if (live[name]) {
       const std::uint64_t bytes = files.bytes(input.tensor[name]);
       SHARDPULL_RETURN_IF_ERROR(files.read(input.tensor[name], 0, {data, bytes}));
-      mutate(data, bytes, 0, version);
+      mutate(data, bytes, 0, versions[name]);
     }
     SHARDPULL_ASSIGN_OR_RETURN(Tensor tensor, Tensor::real(meta.name, meta.dtype, meta.shape, data));
     weights.push_back({meta.name, std::move(tensor)});
@@ -139,8 +141,14 @@ Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, s
   return verdict;
 }
 
-void poison(Model& model) {
+void poison(Model& model, const Recording& recording, const std::vector<std::uint32_t>& names) {
+  std::set<std::string_view> fed;
+  for (const Scatter& scatter : recording.scatters) {
+    if (!std::binary_search(names.begin(), names.end(), scatter.name)) continue;
+    fed.insert(recording.modules[recording.parameters[scatter.destination.parameter].module].name);
+  }
   for (const auto& module : model.modules()) {
+    if (!names.empty() && !fed.contains(module->name())) continue;
     for (const auto& parameter : module->parameters()) {
       if (parameter->optional() || parameter->memory() == nullptr) continue;
       std::memset(parameter->memory(), static_cast<int>(kCanary), parameter->storage_bytes());

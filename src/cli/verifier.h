@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cli/layouts.h"
 #include "cli/model_input.h"
@@ -23,17 +24,19 @@ struct Verdict {
   std::uint64_t bytes = 0;       // bytes compared: parameters with their padding, and guard bytes
 };
 
-// Loads the checkpoint at `version` a second time, eagerly, into a second model of the same worker, and
-// compares all bytes of all parameters, padding included, and the guard bytes of `model` (materialised with
-// kCanary and kGuardBytes). `recording` only says which tensors need their bytes changed to that version: a
+// Loads the checkpoint a second time, each tensor at its version (`versions`, by metadata index), eagerly, into
+// a second model of the same worker, and compares all bytes of all parameters, padding included, and the guard bytes of `model` (materialised with
+// kCanary and kGuardBytes). `recording` only says which tensors need their bytes changed to their version: a
 // tensor that it wrongly calls dead is loaded with the checkpoint's bytes, and differs. The second model is
 // gone when this returns.
 Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, std::uint32_t consumer,
-                       const Recording& recording, std::uint64_t version, Model& model);
+                       const Recording& recording, const std::vector<std::uint64_t>& versions,
+                       Model& model);
 
 // Sets every parameter that a source must feed to the canary, so that the next sync has to write all of it
-// again.
-void poison(Model& model);
+// again. `names`: only those of modules that one of these (ascending) feeds, as a sync of some names writes
+// them; empty: all.
+void poison(Model& model, const Recording& recording, const std::vector<std::uint32_t>& names = {});
 
 // Makes `directory` if it is not there, and checks that it can be written to, before a fleet is started for it.
 Status prepare_dump(const std::string& directory);

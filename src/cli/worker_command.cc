@@ -30,6 +30,7 @@ class WorkerRun {
     SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
     SHARDPULL_ASSIGN_OR_RETURN(const ModelInput input, open_model(arguments_.model));
     input_ = &input;
+    SHARDPULL_ASSIGN_OR_RETURN(names_, later_names(arguments_.fleet, input));
     SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model,
                                build_model(input.config, arguments_.fleet.inference, arguments_.id));
     model_ = model.get();
@@ -39,6 +40,8 @@ class WorkerRun {
                                                 .consumer = arguments_.id,
                                                 .ring_depth = arguments_.fleet.ring_depth,
                                                 .max_chunk_bytes = arguments_.fleet.max_chunk_bytes,
+                                                .chunk_split = arguments_.fleet.chunk_split,
+                                                .pull_split = arguments_.fleet.pull_split,
                                                 .path = arguments_.fleet.path,
                                                 .bake = {}},
                                                *model));
@@ -69,6 +72,11 @@ class WorkerRun {
   Status on_sync(std::uint64_t version, const Status& status, const WorkerReport& report) {
     ++syncs_;
     SHARDPULL_RETURN_IF_ERROR(status);
+    if (syncs_ == 1 || names_.empty()) {
+      versions_.assign(input_->metadata.size(), version);
+    } else {
+      for (const std::uint32_t name : names_) versions_[name] = version;
+    }
     memory_.pause();
     SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("synced", syncs_));
 
@@ -83,14 +91,14 @@ class WorkerRun {
                   .peak_extra_bytes = peak > model_bytes ? peak - model_bytes : 0};
     Status verdict_status;
     if (arguments_.verify) {
-      auto verdict =
-          verify(*input_, arguments_.fleet.inference, arguments_.id, worker_->recording(), version, *model_);
+      auto verdict = verify(*input_, arguments_.fleet.inference, arguments_.id, worker_->recording(), versions_,
+                            *model_);
       verdict_status = verdict.ok() ? verdict->status : verdict.status().with_context("verifying");
       own.verdict = VerdictReport{.exact = verdict_status.ok(),
                                   .error = verdict_status.message(),
                                   .parameters = verdict.ok() ? verdict->parameters : 0,
                                   .bytes = verdict.ok() ? verdict->bytes : 0};
-      if (verdict_status.ok() && arguments_.dump.empty()) poison(*model_);
+      if (verdict_status.ok() && arguments_.dump.empty()) poison(*model_, worker_->recording(), names_);
       malloc_trim(0);
     }
     memory_.resume();
@@ -115,6 +123,8 @@ class WorkerRun {
   Model* model_ = nullptr;
   Worker* worker_ = nullptr;
   std::uint32_t syncs_ = 0;
+  std::vector<std::uint32_t> names_;  // of the syncs after the first, ascending; empty: all
+  std::vector<std::uint64_t> versions_;  // that each tensor was last sent at, by metadata index
   Status failure_;
 };
 

@@ -1,0 +1,100 @@
+#include "cli/trainer_side.h"
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "base/status_macros.h"
+
+namespace shardpull::cli {
+namespace {
+
+constexpr std::streamsize kMaxFileBytes = std::streamsize{1} << 30;
+
+Result<std::string> read_text(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const auto failed = [&](std::string_view why) {
+    return Status(StatusCode::kInvalidArgument, fmt::format("--trainer-layout: {}: {}", path, why),
+                  {.reason = Reason::kBadArgument});
+  };
+  if (!file) return failed("cannot be read");
+  file.seekg(0, std::ios::end);
+  const std::streamoff size = file.tellg();
+  if (size < 0) return failed("is no regular file");
+  if (size > kMaxFileBytes) return failed("is larger than 1 GiB");
+  file.seekg(0);
+  std::string text(static_cast<std::size_t>(size), '\0');
+  if (!file.read(text.data(), size)) return failed("cannot be read");
+  return text;
+}
+
+// Every name whole of which a rank has a part.
+HeldByRank gathered(const HeldByRank& kept) {
+  std::set<std::uint32_t> names(kept.whole.begin(), kept.whole.end());
+  for (const Piece& piece : kept.pieces) names.insert(piece.name);
+  return {.whole = {names.begin(), names.end()}, .pieces = {}};
+}
+
+Status withhold(const ModelInput& model, const std::vector<std::string>& withheld,
+                std::vector<HeldByRank>& holdings) {
+  for (const std::string& name : withheld) {
+    const auto at = std::find_if(model.metadata.begin(), model.metadata.end(),
+                                 [&](const TensorMeta& meta) { return meta.name == name; });
+    if (at == model.metadata.end()) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--withhold: {} has no tensor {}", model.label, name),
+                    {.reason = Reason::kBadArgument, .tensor = name});
+    }
+    const auto index = static_cast<std::uint32_t>(at - model.metadata.begin());
+    for (HeldByRank& held : holdings) {
+      std::erase(held.whole, index);
+      std::erase_if(held.pieces, [&](const Piece& piece) { return piece.name == index; });
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string to_string(const TrainerSide& side) {
+  return side.file.empty() ? to_string(side.layout) : side.file;
+}
+
+Result<TrainerHoldings> trainer_holdings(const ModelInput& model, const TrainerSide& side,
+                                         const std::vector<std::string>& withheld) {
+  TrainerHoldings out;
+  if (side.file.empty()) {
+    SHARDPULL_ASSIGN_OR_RETURN(out.kept,
+                               holdings_of(model.metadata, model.config.tie_word_embeddings, side.layout));
+  } else {
+    SHARDPULL_ASSIGN_OR_RETURN(const std::string text, read_text(side.file));
+    SHARDPULL_ASSIGN_OR_RETURN(out.kept, read_layout(text, model.metadata, side.file));
+  }
+  const bool pieces = std::any_of(out.kept.begin(), out.kept.end(),
+                                  [](const HeldByRank& held) { return !held.pieces.empty(); });
+  out.resident = side.publish == PublishMode::kResident || (side.publish == PublishMode::kAuto && pieces);
+  if (out.resident) {
+    out.served = out.kept;
+  } else if (side.file.empty()) {
+    TrainerLayout groups = side.layout;
+    groups.fsdp = 1;
+    SHARDPULL_ASSIGN_OR_RETURN(const std::vector<HeldByRank> together,
+                               holdings_of(model.metadata, model.config.tie_word_embeddings, groups));
+    for (std::uint32_t rank = 0; rank < out.ranks(); ++rank) {
+      HeldByRank served = together[rank / side.layout.fsdp];
+      for (Piece& piece : served.pieces) piece.rank = rank;
+      out.served.push_back(std::move(served));
+    }
+  } else {
+    for (const HeldByRank& kept : out.kept) out.served.push_back(gathered(kept));
+  }
+  SHARDPULL_RETURN_IF_ERROR(withhold(model, withheld, out.kept));
+  SHARDPULL_RETURN_IF_ERROR(withhold(model, withheld, out.served));
+  return out;
+}
+
+}  // namespace shardpull::cli
