@@ -28,7 +28,7 @@ Result<std::uint64_t> token_from_environment();
 // One worker's part of a finished sync.
 struct WorkerReport {
   std::uint32_t consumer = 0;
-  std::uint64_t bytes_kept = 0;   // unique source bytes it keeps, in wire dtypes
+  std::uint64_t bytes_kept = 0;   // unique source bytes it keeps of this sync's names, in wire dtypes
   std::uint64_t bytes_moved = 0;  // by the transport's counters, headers apart
   std::uint64_t update_ns = 0;    // duration of its update
   std::uint64_t copy_ns = 0;      // of it, time in which bytes moved
@@ -39,8 +39,10 @@ struct RankReport {
   std::uint32_t rank = 0;
   std::uint64_t export_ns = 0;  // time spent copying small tensors into export buffers
   std::uint64_t export_bytes = 0;
-  std::uint64_t peak_resident_bytes = 0;  // most bytes of gathered groups held at once
-  // Pulls packed into serve slots in this sync. Workers of different replicas that take the same share one.
+  // Most bytes of gathered groups held at once; of a resident rank everything it published.
+  std::uint64_t peak_resident_bytes = 0;
+  // Pulls packed into serve slots in this sync, and their bytes. Workers of different replicas that take the
+  // same share one.
   std::uint64_t packs = 0;
   std::uint64_t packed_bytes = 0;
 };

@@ -106,7 +106,8 @@ class WeightSource {
   virtual bool resident() const { return false; }
   // Whether every storage above export_pack_limit that this source yields lies in memory from
   // Trainer::allocate, so that consumers can map it. Checked when it is published: a view elsewhere is then
-  // an error naming it. False: such tensors are packed.
+  // an error naming it. False: such tensors are packed. A resident source says it of all its storages: none
+  // is copied into an export buffer.
   virtual bool in_engine_memory() const { return false; }
   // Starts a pass. Views yielded must stay valid and unchanged until released(group).
   virtual Result<std::unique_ptr<GroupStream>> iter_groups(const SyncRequest& request) = 0;

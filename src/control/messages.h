@@ -80,8 +80,9 @@ struct Prepared {
   std::uint64_t sync_id = 0;
   Status status;
   std::uint64_t bytes_moved = 0;
-  std::uint64_t update_ns = 0;  // duration of the update on the worker's clock
-  std::uint64_t copy_ns = 0;    // time in which its bytes moved
+  std::uint64_t update_ns = 0;   // duration of the update on the worker's clock
+  std::uint64_t copy_ns = 0;     // time in which its bytes moved
+  std::uint64_t bytes_kept = 0;  // by what this sync runs of its plan
 };
 // sender -> worker: commit.
 struct Finish {
@@ -107,6 +108,7 @@ struct RankEnded {
   std::uint64_t export_ns = 0;  // time spent copying into export buffers
   std::uint64_t export_bytes = 0;
   std::uint64_t peak_resident_bytes = 0;
+  std::uint64_t packs = 0, packed_bytes = 0;  // pulls packed into serve slots
 };
 // sender -> trainer R: everybody committed; send_weights may return.
 struct SyncClosed {

@@ -39,10 +39,8 @@ TEST(Published, empty_tables_and_whole_names_give_whole_parts) {
   hold(holdings[1], 1);
   hold(holdings[1], 2);
   const InitTables split = tables_of(metadata, holdings);
-  EXPECT_EQ(must(published_parts(split, 0, {})),
-            (std::vector<PublishedPart>{{0, 0, 0, {}}, {2, 0, 0, {}}}));
-  EXPECT_EQ(must(published_parts(split, 1, {})),
-            (std::vector<PublishedPart>{{1, 0, 0, {}}, {2, 0, 0, {}}}));
+  EXPECT_EQ(must(published_parts(split, 0, {})), (std::vector<PublishedPart>{{0, 0, 0, {}}, {2, 0, 0, {}}}));
+  EXPECT_EQ(must(published_parts(split, 1, {})), (std::vector<PublishedPart>{{1, 0, 0, {}}, {2, 0, 0, {}}}));
 }
 
 // Rank 0 holds rows 0..5 as one box, rank 1 rows 3..7 and, as a second box, rows 7..9: the plan cuts at 3, 6
@@ -54,12 +52,11 @@ TEST(Published, a_declared_box_is_cut_where_another_rank_begins) {
   hold(holdings[1], 0, {{3, 0}, {4, 4}});
   hold(holdings[1], 0, {{7, 0}, {3, 4}});
   const InitTables tables = tables_of(metadata, holdings);
+  EXPECT_EQ(must(published_parts(tables, 0, holdings[0].pieces)),
+            (std::vector<PublishedPart>{{0, 1, 0, {{0, 0}, {3, 4}}}, {0, 2, 0, {{3, 0}, {3, 4}}}}));
   EXPECT_EQ(
-      must(published_parts(tables, 0, holdings[0].pieces)),
-      (std::vector<PublishedPart>{{0, 1, 0, {{0, 0}, {3, 4}}}, {0, 2, 0, {{3, 0}, {3, 4}}}}));
-  EXPECT_EQ(must(published_parts(tables, 1, holdings[1].pieces)),
-            (std::vector<PublishedPart>{
-                {0, 2, 0, {{0, 0}, {3, 4}}}, {0, 3, 0, {{3, 0}, {1, 4}}}, {0, 4, 1, {}}}));
+      must(published_parts(tables, 1, holdings[1].pieces)),
+      (std::vector<PublishedPart>{{0, 2, 0, {{0, 0}, {3, 4}}}, {0, 3, 0, {{3, 0}, {1, 4}}}, {0, 4, 1, {}}}));
 }
 
 // Rank 0 holds the tensor whole, rank 1 a corner of it: rank 0 publishes the plan's pieces of its whole.
@@ -150,8 +147,7 @@ TEST(Published, random_overlapping_boxes_are_found_where_they_lie) {
         got.emplace_back(part.name, part.piece);
         if (part.name == 0) continue;
         const Box held = holdings[rank].pieces[part.held].box;
-        const Box target =
-            part.piece == 0 ? Box{{0, 0}, shape} : tables.ownership.pieces[part.piece - 1].box;
+        const Box target = part.piece == 0 ? Box{{0, 0}, shape} : tables.ownership.pieces[part.piece - 1].box;
         const Box inner = part.within.whole() ? Box{{0, 0}, held.size} : part.within;
         EXPECT_EQ(inner.size, target.size);
         for (std::size_t d = 0; d < 2; ++d) EXPECT_EQ(held.start[d] + inner.start[d], target.start[d]);

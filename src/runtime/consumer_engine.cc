@@ -97,9 +97,8 @@ Status ConsumerEngine::prepare() {
     }
     parameters_.push_back(parameter);
   }
-  chunks_.resize(plan_->chunks.size());
-  for (const Chunk& chunk : plan_->chunks)
-    SHARDPULL_RETURN_IF_ERROR(prepare_chunk(chunk, chunks_[chunk.chunk_id]));
+  SHARDPULL_ASSIGN_OR_RETURN(whole_, prepare_plan(plan_));
+  running_ = whole_;
 
   const std::uint64_t ring_bytes = plan_->receive_slot_bytes * plan_->ring_depth;
   if (ring_bytes != 0) {
@@ -108,6 +107,18 @@ Status ConsumerEngine::prepare() {
         LandingMemory::allocate(ring_bytes, "receive ring", "a smaller max_chunk_bytes or ring_depth"));
   }
   return {};
+}
+
+Result<std::shared_ptr<ConsumerEngine::PreparedPlan>> ConsumerEngine::prepare_plan(
+    std::shared_ptr<const WorkerPlan> plan) {
+  auto prepared = std::make_shared<PreparedPlan>();
+  prepared->chunks.resize(plan_->chunks.size());
+  for (const Chunk& chunk : plan->chunks) {
+    prepared->chunks[chunk.chunk_id].chunk = &chunk;
+    SHARDPULL_RETURN_IF_ERROR(prepare_chunk(chunk, prepared->chunks[chunk.chunk_id]));
+  }
+  prepared->plan = std::move(plan);
+  return prepared;
 }
 
 Status ConsumerEngine::prepare_chunk(const Chunk& chunk, PreparedChunk& prepared) {
@@ -196,12 +207,22 @@ void ConsumerEngine::drive(Event event) {
   perform(actions);
 }
 
-Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version) {
+Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version,
+                                    std::shared_ptr<const WorkerPlan> plan) {
+  std::shared_ptr<PreparedPlan> prepared = whole_;
+  if (plan != nullptr) {
+    prepared = part_;
+    if (prepared == nullptr || prepared->plan != plan) {
+      SHARDPULL_ASSIGN_OR_RETURN(prepared, prepare_plan(plan));
+    }
+  }
   Status status;
   drive([&](std::int64_t now, ConsumerActions& out) {
-    status = machine_.start_update(now, sync_id, version, nullptr, out);
+    status = machine_.start_update(now, sync_id, version, plan, out);
   });
   if (status.ok()) {
+    running_ = prepared;
+    if (plan != nullptr) part_ = prepared;
     bytes_moved_ = copy_ns_ = update_ns_ = 0;
     bytes_before_ = progress_.transport().counters().payload_bytes_read;
   }
@@ -273,7 +294,8 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
         return true;
       }
       ReadyInfo info;
-      info.path = pull.chunk < plan_->chunks.size() ? plan_->chunks[pull.chunk].path : Path::kPacked;
+      const Chunk* const asked = chunk_of(pull.chunk);
+      info.path = asked != nullptr ? asked->path : Path::kPacked;
       info.sums = std::move(ready->sums);
       for (ReadyEntry& entry : ready->entries) info.entries.push_back({entry.where, std::move(entry.stride)});
       if (info.path == Path::kPacked && !info.entries.empty()) info.bytes = info.entries[0].where.bytes;
@@ -342,6 +364,10 @@ void ConsumerEngine::perform(ConsumerActions& actions) {
   for (ConsumerAction& action : actions) std::visit([this](const auto& each) { perform(each); }, action);
 }
 
+const Chunk* ConsumerEngine::chunk_of(std::uint32_t chunk_id) const {
+  return chunk_id < running_->chunks.size() ? running_->chunks[chunk_id].chunk : nullptr;
+}
+
 EndpointId ConsumerEngine::endpoint_of(std::uint32_t producer) const {
   for (const auto& [id, endpoint] : endpoints_) {
     if (endpoint.producer == producer) return id;
@@ -379,8 +405,7 @@ void ConsumerEngine::perform(const consumer_action::SendPull& action) {
 }
 
 void ConsumerEngine::perform(const consumer_action::StartTransfer& action) {
-  const Chunk& chunk = plan_->chunks[action.chunk];
-  const Run& run = chunk.runs[action.run];
+  const Run& run = chunk_of(action.chunk)->runs[action.run];
   const ReadToken token = next_token_++;
   transfers_[token] = {machine_.sync_id(), action.chunk, action.run, progress_.clock().now_ns()};
   Status wrong;
@@ -419,12 +444,11 @@ void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
   const std::uint64_t sync_id = machine_.sync_id();
   const std::uint32_t chunk_id = action.chunk;
   const std::byte* const slot = receive_ring_.data() + action.slot * plan_->receive_slot_bytes;
-  copies_.post([this, sync_id, chunk_id, slot] {
-    const Chunk& chunk = plan_->chunks[chunk_id];
-    const PreparedChunk& prepared = chunks_[chunk_id];
+  copies_.post([this, sync_id, chunk_id, slot, plan = running_] {
+    const PreparedChunk& prepared = plan->chunks[chunk_id];
     run_fills(prepared);
     for (const PreparedCopy& copy : prepared.copies) {
-      run(copy.program, slot + chunk.keys[copy.key].offset, parameters_[copy.parameter]->memory());
+      run(copy.program, slot + prepared.chunk->keys[copy.key].offset, parameters_[copy.parameter]->memory());
     }
     progress_.post([this, sync_id, chunk_id] {
       drive([&](std::int64_t now, ConsumerActions& out) {
@@ -437,7 +461,7 @@ void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
 void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
   const std::uint64_t sync_id = machine_.sync_id();
   const std::uint32_t chunk_id = action.chunk;
-  const Chunk& chunk = plan_->chunks[chunk_id];
+  const Chunk& chunk = *chunk_of(chunk_id);
   const auto done = [this, sync_id, chunk_id](const Status& status) {
     drive([&](std::int64_t now, ConsumerActions& out) {
       machine_.scatter_done(now, sync_id, chunk_id, status, out);
@@ -489,32 +513,35 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
     return;
   }
 
-  copies_.post([this, chunk_id, sources, done] {
-    const Chunk& chunk = plan_->chunks[chunk_id];
-    const PreparedChunk& prepared = chunks_[chunk_id];
+  copies_.post([this, chunk_id, sources, done, plan = running_] {
+    PreparedChunk& prepared = plan->chunks[chunk_id];
+    const Chunk& chunk = *prepared.chunk;
     const std::int64_t started = progress_.clock().now_ns();
     run_fills(prepared);
     Status status;
-    for (const PreparedCopy& copy : prepared.copies) {
+    for (PreparedCopy& copy : prepared.copies) {
       const Source& source = (*sources)[copy.run][copy.entry];
       std::byte* const memory = parameters_[copy.parameter]->memory();
       if (source.stride.empty()) {
         run(copy.program, source.mapping.data, memory);
         continue;
       }
-      // A published view with strides of its own: its copy is compiled when it is met.
       const ChunkKey& key = chunk.keys[copy.key];
-      const PlannedScatter& scatter =
-          chunk.scatters[static_cast<std::size_t>(&copy - prepared.copies.data())];
-      SourceLayout layout{tables_->metadata[key.name].dtype, source_shape(*tables_, key.name, key.piece),
-                          source.stride};
-      auto program = compile_copy(key.slice, layout, key.wire_dtype, destination_region(scatter.destination),
-                                  scatter.destination.dtype);
-      if (!program.ok()) {
-        status = program.status();
-        break;
+      if (copy.stride != source.stride) {
+        const PlannedScatter& scatter =
+            chunk.scatters[static_cast<std::size_t>(&copy - prepared.copies.data())];
+        const SourceLayout layout{tables_->metadata[key.name].dtype,
+                                  source_shape(*tables_, key.name, key.piece), source.stride};
+        auto program = compile_copy(key.slice, layout, key.wire_dtype,
+                                    destination_region(scatter.destination), scatter.destination.dtype);
+        if (!program.ok()) {
+          status = program.status();
+          break;
+        }
+        copy.strided = std::move(program).value();
+        copy.stride = source.stride;
       }
-      if (static_cast<std::uint64_t>(program->src_end) > source.bytes) {
+      if (static_cast<std::uint64_t>(copy.strided.src_end) > source.bytes) {
         status = Status(
             StatusCode::kDataLoss,
             fmt::format("the strides of {} leave the {} bytes it was published with",
@@ -522,7 +549,7 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
             {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .tensor = tables_->metadata[key.name].name});
         break;
       }
-      run(*program, source.mapping.data, memory);
+      run(copy.strided, source.mapping.data, memory);
     }
     const std::int64_t ended = progress_.clock().now_ns();
     if (status.ok()) progress_.transport().add_mapped_bytes(prepared.key_bytes);
@@ -543,12 +570,12 @@ void ConsumerEngine::perform(const consumer_action::StartPost& action) {
       });
     });
   };
-  if (chunks_[chunk_id].post_process.empty()) {
+  if (running_->chunks[chunk_id].post_process.empty()) {
     finish(Status());
     return;
   }
-  post_process_.post([this, chunk_id, finish] {
-    for (Module* module : chunks_[chunk_id].post_process) {
+  post_process_.post([plan = running_, chunk_id, finish] {
+    for (Module* module : plan->chunks[chunk_id].post_process) {
       const Status status = module->post_process()(*module, {});
       if (!status.ok()) {
         finish(status.with_context(fmt::format("post-processing {}", module->name())));

@@ -51,7 +51,9 @@ class ConsumerEngine {
   bool connected() const { return greeted_ == endpoints_.size(); }
   const Status& connect_error() const { return connect_error_; }
 
-  Status start_update(std::uint64_t sync_id, std::uint64_t version);
+  // `plan`: what this sync runs (restrict_plan of the whole plan), null for all of it. Its copies are
+  // compiled here, and kept until a sync runs another one.
+  Status start_update(std::uint64_t sync_id, std::uint64_t version, std::shared_ptr<const WorkerPlan> plan);
   Status update();
   Status finish_update(std::uint64_t sync_id);
   void fail(std::uint64_t sync_id, const Status& why);
@@ -90,16 +92,25 @@ class ConsumerEngine {
     std::uint16_t run = 0;
     std::uint32_t parameter = 0;
     CopyProgram program;
+    // Mapped, of a source that lies with strides of its own: compiled when it is met. The copy thread's.
+    std::vector<std::int64_t> stride;
+    CopyProgram strided;
   };
   struct PreparedFill {
     std::uint32_t parameter = 0;
     CopyProgram program;  // of a contiguous source: only its destination side is used
   };
   struct PreparedChunk {
+    const Chunk* chunk = nullptr;  // null: the plan leaves it out
     std::vector<PreparedCopy> copies;
     std::vector<PreparedFill> fills;
     std::vector<Module*> post_process;  // only modules with a hook
     std::uint64_t key_bytes = 0;
+  };
+  // A plan whose copies are compiled.
+  struct PreparedPlan {
+    std::shared_ptr<const WorkerPlan> plan;
+    std::vector<PreparedChunk> chunks;  // by Chunk::chunk_id
   };
   struct Transfer {
     std::uint64_t sync_id = 0;
@@ -108,6 +119,7 @@ class ConsumerEngine {
     std::int64_t started_ns = 0;
   };
 
+  Result<std::shared_ptr<PreparedPlan>> prepare_plan(std::shared_ptr<const WorkerPlan> plan);
   Status prepare_chunk(const Chunk& chunk, PreparedChunk& prepared);
   Result<PreparedCopy> prepare_copy(
       const Chunk& chunk, const PlannedScatter& scatter,
@@ -122,6 +134,8 @@ class ConsumerEngine {
   void perform(const consumer_action::UpdateDone& action);
   void perform(const consumer_action::FinishDone& action);
   void perform(const consumer_action::ReportFailure& action);
+  // Of the running sync's plan; null when that leaves it out.
+  const Chunk* chunk_of(std::uint32_t chunk_id) const;
   EndpointId endpoint_of(std::uint32_t producer) const;
   HotHeader header(HotType type, std::uint64_t sync_id) const;
   void run_fills(const PreparedChunk& chunk) const;
@@ -140,7 +154,9 @@ class ConsumerEngine {
   ConsumerMachine machine_;
   std::vector<Parameter*> parameters_;  // by Recording::parameters index
   std::vector<Module*> modules_;        // by Recording::modules index
-  std::vector<PreparedChunk> chunks_;   // by chunk id
+  std::shared_ptr<PreparedPlan> whole_,
+      part_;                               // of the whole plan, and of the last part of it that a sync ran
+  std::shared_ptr<PreparedPlan> running_;  // one of the two
   LandingMemory receive_ring_;
   std::map<EndpointId, Endpoint> endpoints_;
   std::size_t greeted_ = 0;

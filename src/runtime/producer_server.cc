@@ -78,12 +78,15 @@ void ProducerServer::drive(Event event) {
 
 Status ProducerServer::begin_sync(std::uint64_t sync_id, std::uint64_t version,
                                   const std::vector<std::uint32_t>& live,
-                                  const std::vector<std::uint32_t>& groups) {
+                                  const std::vector<std::uint32_t>& groups, const NameSet& names) {
   Status status;
   data_.clear();
   names_of_group_.clear();
+  packs_done_ = packed_bytes_ = 0;
+  // Those of pulls that no table has any more: of another set of names.
+  std::erase_if(programs_, [](const auto& each) { return each.second.pull.use_count() <= 1; });
   drive([&](std::int64_t now, ProducerActions& out) {
-    status = machine_->begin_sync(now, sync_id, version, live, groups, {}, out);
+    status = machine_->begin_sync(now, sync_id, version, live, groups, names, out);
   });
   return status;
 }
@@ -281,7 +284,8 @@ void ProducerServer::perform(producer_action::AllocateRing& action) {
       ring_bytes_ += bytes - (ring.memory ? ring.memory->ref().bytes : 0);
       ring = {*memory, action.slot_bytes};
       for (const auto& [id, endpoint] : endpoints_) {
-        if (endpoint.consumer && *endpoint.consumer % effective_workers_per_replica(*tables_) == sharing_group) {
+        if (endpoint.consumer &&
+            *endpoint.consumer % effective_workers_per_replica(*tables_) == sharing_group) {
           progress_.transport().grant(id, *memory).ignore();
         }
       }
@@ -335,19 +339,18 @@ void ProducerServer::perform(producer_action::Pack& action) {
           [&](std::int64_t now, ProducerActions& out) { machine_->pack_done(now, ticket, status, {}, out); });
     });
   };
-  const bool contiguous = std::all_of(action.sources.begin(), action.sources.end(), is_contiguous);
-  Programs programs;
-  if (const auto cached = programs_.find(action.pull.get()); cached != programs_.end() && contiguous) {
-    programs = cached->second.second;
-  } else {
+  std::vector<std::vector<std::int64_t>> strides;
+  for (const PublishedView& source : action.sources) strides.push_back(source.location.stride);
+  PreparedPack& prepared = programs_[action.pull.get()];
+  if (prepared.programs == nullptr || prepared.strides != strides) {
     auto compiled = programs_for(action.pull, action.sources);
     if (!compiled.ok()) {
       finish(compiled.status());
       return;
     }
-    programs = *compiled;
-    if (contiguous) programs_[action.pull.get()] = {action.pull, programs};
+    prepared = {action.pull, std::move(strides), *compiled};
   }
+  const Programs programs = prepared.programs;
   std::vector<const std::byte*> data;
   for (const ChunkKey& key : action.pull->keys) {
     const auto found = data_.find({key.name, key.piece});
@@ -360,6 +363,8 @@ void ProducerServer::perform(producer_action::Pack& action) {
   }
   const Ring& ring = rings_.at(action.sharing_group);
   std::byte* const slot = ring.memory->ref().address + action.slot * ring.slot_bytes;
+  ++packs_done_;
+  packed_bytes_ += action.pull->bytes;
   // `ring.memory` is held until the pack has ended: a ring that grows meanwhile is another one.
   packs_.post([pull = action.pull, programs, data = std::move(data), slot, memory = ring.memory, finish] {
     for (std::size_t i = 0; i < pull->keys.size(); ++i)

@@ -14,6 +14,7 @@
 
 #include "base/identity.h"
 #include "plan/plan.h"
+#include "plan/restrict.h"
 #include "protocol/producer_machine.h"
 #include "runtime/progress_thread.h"
 #include "tensor/copy.h"
@@ -53,7 +54,7 @@ class ProducerServer {
   const Status& failure() const { return machine_->failure(); }
 
   Status begin_sync(std::uint64_t sync_id, std::uint64_t version, const std::vector<std::uint32_t>& live,
-                    const std::vector<std::uint32_t>& groups);
+                    const std::vector<std::uint32_t>& groups, const NameSet& names);
   Status publish_group(std::uint32_t group, std::vector<ServedTensor> tensors);
   Status end_sync();
   void fail(std::uint64_t sync_id, const Status& why);
@@ -76,6 +77,9 @@ class ProducerServer {
   void stop();
 
   std::uint64_t ring_bytes() const { return ring_bytes_; }
+  // Of the running or last sync: pulls packed, and their bytes.
+  std::uint64_t packs() const { return packs_done_; }
+  std::uint64_t packed_bytes() const { return packed_bytes_; }
 
  private:
   struct Endpoint {
@@ -86,8 +90,13 @@ class ProducerServer {
     std::shared_ptr<ExportedMemory> memory;
     std::uint64_t slot_bytes = 0;
   };
-  // A pull's gather programs for contiguous sources, compiled at its first pack.
+  // A pull's gather programs, compiled at its first pack and again when a source lies in another way.
   using Programs = std::shared_ptr<const std::vector<CopyProgram>>;
+  struct PreparedPack {
+    std::shared_ptr<const PullDescription> pull;
+    std::vector<std::vector<std::int64_t>> strides;  // of the sources
+    Programs programs;
+  };
 
   template <typename Event>
   void drive(Event event);
@@ -123,9 +132,8 @@ class ProducerServer {
   std::map<std::pair<std::uint32_t, std::uint32_t>, const std::byte*>
       data_;  // (name, piece) of published, unfreed groups
   std::map<std::uint32_t, std::vector<std::pair<std::uint32_t, std::uint32_t>>> names_of_group_;
-  std::unordered_map<const PullDescription*, std::pair<std::shared_ptr<const PullDescription>, Programs>>
-      programs_;
-  std::uint64_t ring_bytes_ = 0;
+  std::unordered_map<const PullDescription*, PreparedPack> programs_;
+  std::uint64_t ring_bytes_ = 0, packs_done_ = 0, packed_bytes_ = 0;
   JobThreads packs_;
 };
 

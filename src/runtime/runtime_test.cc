@@ -186,7 +186,7 @@ class TestSource final : public WeightSource {
       GroupTensors tensors;
       tensors.group = request_.groups[surplus ? 0 : at_++];
       for (const std::uint32_t name : source_.groups_[tensors.group]) {
-        NamedView entry{name, std::nullopt};
+        NamedView entry{name, 0, std::nullopt};
         for (std::size_t i = 0; i < source_.held_.size(); ++i) {
           if (source_.held_[i] == name) entry.view = source_.view(i);
         }

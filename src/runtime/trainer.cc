@@ -15,11 +15,14 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "control/grpc/grpc_control.h"
 #include "plan/plan.h"
+#include "plan/published.h"
+#include "plan/restrict.h"
 #include "protocol/trainer_machine.h"
 #include "runtime/fleet_link.h"
 #include "runtime/group_placer.h"
@@ -110,8 +113,12 @@ struct Trainer::Impl final : TransportSink {
   Status describe(WeightSource& source);
   Status join(WeightSource& source);
   Status wait_for_workers();
-  Result<SyncReport> send_weights(std::uint64_t version);
+  Result<SyncReport> send_weights(std::uint64_t version, const SendOptions& send);
   Status wait_for_open(std::uint64_t version, SyncOpen& open);
+  // What `open` asks for, against what this rank's caller does.
+  Status check_open(const SyncOpen& open, std::uint64_t version, const NameSet& names) const;
+  // "all names", "3 of 40 names: 'a', 'b', 'c'".
+  std::string names_text(const NameSet& names) const;
   // The ready workers whose whole replica is ready, ascending: the live set. On the progress thread.
   std::vector<std::uint32_t> whole_replicas() const;
   Status gather_loop(const SyncOpen& open);
@@ -172,13 +179,14 @@ struct Trainer::Impl final : TransportSink {
   std::map<std::uint32_t, TrainerJoin> joins;
   bool joins_answered = false;
   std::map<std::uint32_t, InitRequest> early_requests;  // sender: before the tables exist
-  Status last_loss;                                           // sender: of a worker
+  Status last_loss;                                     // sender: of a worker
   std::set<std::uint32_t> ready_workers;                // sender: InitDone OK and not lost since
   std::unique_ptr<TrainerMachine> trainer;
   std::unique_ptr<SenderMachine> sync;  // sender
   std::uint64_t last_sync_id = 0;       // sender
   SyncReport report;                    // of the running sync
   std::vector<std::uint32_t> live;      // sender: of the running sync
+  NameSet sync_names;                   // sender: of the running sync
   std::uint64_t running_sync = 0;       // on this rank; 0 = none
   bool failed = false;                  // the running sync has failed on this rank
 
@@ -270,31 +278,30 @@ Status Trainer::Impl::start() {
 
 Status Trainer::Impl::describe(WeightSource& given) {
   source = &given;
+  const bool resident = given.resident();
+  if (options.publish == PublishMode::kResident && !resident) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("publish is resident, but the weight source of trainer {} does not keep its "
+                              "tensors in place (WeightSource::resident); use gather or auto",
+                              options.rank),
+                  {.reason = Reason::kBadArgument});
+  }
   rank.rank = options.rank;
   rank.metadata = given.metadata();
   rank.mappable = given.in_engine_memory();
+  rank.resident = resident && options.publish != PublishMode::kGather;
   rank.export_pack_limit = options.export_pack_limit_bytes;
   SHARDPULL_ASSIGN_OR_RETURN(rank.groups, form_groups(rank.metadata));
-  rank.held.assign(rank.metadata.size(), false);
+  SHARDPULL_RETURN_IF_ERROR(describe_holding(given.held_names(), given.held_pieces(), rank));
   holding.rank = options.rank;
   holding.digest = metadata_digest(rank.metadata);
   holding.whole.assign((rank.metadata.size() + 7) / 8, 0);
+  for (std::uint32_t name = 0; name < rank.metadata.size(); ++name) {
+    if (rank.whole[name]) holding.whole[name / 8] |= static_cast<std::uint8_t>(1u << (name % 8));
+  }
+  holding.pieces = rank.pieces;
   holding.mappable = rank.mappable;
-  for (const std::uint32_t name : given.held_names()) {
-    if (name >= rank.metadata.size()) {
-      return Status(StatusCode::kInvalidArgument,
-                    fmt::format("trainer {} holds name {}, the model has {} names", options.rank, name,
-                                rank.metadata.size()),
-                    {.reason = Reason::kMetadataMismatch});
-    }
-    rank.held[name] = true;
-    holding.whole[name / 8] |= static_cast<std::uint8_t>(1u << (name % 8));
-  }
-  for (std::uint32_t g = 0; g < rank.groups.size(); ++g) {
-    const auto first = rank.held.begin() + rank.groups[g].first;
-    if (std::find(first, first + rank.groups[g].count, true) != first + rank.groups[g].count)
-      rank.owned_groups.push_back(g);
-  }
+  holding.resident = rank.resident;
   // Registered once, here, while nothing moves.
   SHARDPULL_RETURN_IF_ERROR(placer.allocate(progress->transport(), options.lookahead + 1));
   progress->run([this] {
@@ -354,9 +361,15 @@ Status Trainer::Impl::join(WeightSource& given) {
         }
         return fmt::format("{} to join", missing);
       }));
-  MutexLock lock(mutex);
-  if (init_failure) return *init_failure;
-  return *table_status;
+  std::shared_ptr<const InitTables> current;
+  {
+    MutexLock lock(mutex);
+    if (init_failure) return *init_failure;
+    SHARDPULL_RETURN_IF_ERROR(*table_status);
+    current = tables;
+  }
+  SHARDPULL_ASSIGN_OR_RETURN(rank.parts, published_parts(*current, options.rank, rank.pieces));
+  return {};
 }
 
 Status Trainer::Impl::wait_for_workers() {
@@ -611,13 +624,8 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
     });
   } else if (auto* message = std::get_if<Prepared>(&body); message && !from_trainer) {
     if (message->sync_id == report.sync_id) {
-      std::uint64_t kept = 0;
-      {
-        MutexLock lock(mutex);
-        if (const auto done = workers_done.find(from.id); done != workers_done.end())
-          kept = done->second.bytes_kept;
-      }
-      report.workers.push_back({from.id, kept, message->bytes_moved, message->update_ns, message->copy_ns});
+      report.workers.push_back(
+          {from.id, message->bytes_kept, message->bytes_moved, message->update_ns, message->copy_ns});
     }
     drive_sender([&](std::int64_t, SenderActions& out) {
       sync->prepared(now, from.id, message->sync_id, message->status.with_context(to_string(from)), out);
@@ -631,8 +639,8 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
         [&](std::int64_t, SenderActions& out) { sync->rank_began(now, from.id, message->sync_id, out); });
   } else if (auto* message = std::get_if<RankEnded>(&body); message && from_trainer) {
     if (message->sync_id == report.sync_id) {
-      report.ranks.push_back(
-          {from.id, message->export_ns, message->export_bytes, message->peak_resident_bytes});
+      report.ranks.push_back({from.id, message->export_ns, message->export_bytes,
+                              message->peak_resident_bytes, message->packs, message->packed_bytes});
     }
     drive_sender([&](std::int64_t, SenderActions& out) {
       sync->rank_ended(now, from.id, message->sync_id, message->status, out);
@@ -671,9 +679,9 @@ void Trainer::Impl::drive_sender(Event event) {
 void Trainer::Impl::perform(const SenderAction& action) {
   const std::uint64_t sync_id = report.sync_id;
   if (const auto* open = std::get_if<sender_action::OpenSync>(&action)) {
-    send({Role::kTrainer, open->rank}, SyncOpen{sync_id, report.version, live, {}});
+    send({Role::kTrainer, open->rank}, SyncOpen{sync_id, report.version, live, sync_names});
   } else if (const auto* start = std::get_if<sender_action::StartUpdate>(&action)) {
-    send({Role::kWorker, start->consumer}, StartUpdate{sync_id, report.version, {}});
+    send({Role::kWorker, start->consumer}, StartUpdate{sync_id, report.version, sync_names});
   } else if (const auto* update = std::get_if<sender_action::Update>(&action)) {
     send({Role::kWorker, update->consumer}, Update{sync_id});
   } else if (const auto* finish = std::get_if<sender_action::Finish>(&action)) {
@@ -719,13 +727,43 @@ Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
   return {};
 }
 
-Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
+std::string Trainer::Impl::names_text(const NameSet& names) const {
+  if (names.empty()) return "all names";
+  constexpr std::size_t kShown = 3;
+  std::vector<std::string> shown;
+  std::size_t count = 0;
+  for (std::uint32_t name = 0; name < rank.metadata.size(); ++name) {
+    if (!listed(names, name)) continue;
+    if (++count <= kShown) shown.push_back(fmt::format("'{}'", rank.metadata[name].name));
+  }
+  return fmt::format("{} of {} names: {}{}", count, rank.metadata.size(), fmt::join(shown, ", "),
+                     count > kShown ? ", ..." : "");
+}
+
+Status Trainer::Impl::check_open(const SyncOpen& open, std::uint64_t version, const NameSet& names) const {
+  if (open.version != version) {
+    return Status(StatusCode::kFailedPrecondition,
+                  fmt::format("trainer {} sends version {}, trainer 0 opened sync {} of version {}",
+                              options.rank, version, open.sync_id, open.version),
+                  {.reason = Reason::kSettingMismatch});
+  }
+  if (open.names != names) {
+    return Status(StatusCode::kFailedPrecondition,
+                  fmt::format("trainer {} sends {}; trainer 0 opened sync {} of {}", options.rank,
+                              names_text(names), open.sync_id, names_text(open.names)),
+                  {.reason = Reason::kSettingMismatch});
+  }
+  return {};
+}
+
+Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version, const SendOptions& send_options) {
   if (!initialised || stopped) {
     return Status(StatusCode::kFailedPrecondition,
                   stopped ? "the trainer has been shut down" : "send_weights before init",
                   {.reason = Reason::kWrongState});
   }
   const std::int64_t started = clock.now_ns();
+  SHARDPULL_ASSIGN_OR_RETURN(NameSet names, names_matching(send_options.names, rank.metadata));
   {
     MutexLock lock(mutex);
     work.clear();
@@ -741,6 +779,7 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
       report = {};
       report.sync_id = ++last_sync_id;
       report.version = version;
+      sync_names = names;
       drive_sender([&](std::int64_t now, SenderActions& out) {
         status = sync->begin(now, report.sync_id, live, out);
       });
@@ -750,18 +789,19 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
   SyncOpen open;
   status = wait_for_open(version, open);
   if (!status.ok()) return status;
-  if (open.version != version) {
-    status = Status(StatusCode::kFailedPrecondition,
-                    fmt::format("trainer {} sends version {}, trainer 0 opened sync {} of version {}",
-                                options.rank, version, open.sync_id, open.version),
-                    {.reason = Reason::kSettingMismatch});
-  }
-  placer.begin_sync();
+  status = check_open(open, version, names);
+  placer.begin_sync(std::move(names));
   if (status.ok()) status = gather_loop(open);
 
-  const RankReport mine{options.rank, placer.export_ns(), placer.export_bytes(),
-                        placer.peak_resident_bytes()};
-  send(kSender, RankEnded{open.sync_id, status, mine.export_ns, mine.export_bytes, mine.peak_resident_bytes});
+  RankReport mine{
+      options.rank, placer.export_ns(), placer.export_bytes(), placer.peak_resident_bytes(), 0, 0};
+  progress->run([&] {
+    if (running_sync != open.sync_id) return;  // its producer never began it
+    mine.packs = server->packs();
+    mine.packed_bytes = server->packed_bytes();
+  });
+  send(kSender, RankEnded{open.sync_id, status, mine.export_ns, mine.export_bytes, mine.peak_resident_bytes,
+                          mine.packs, mine.packed_bytes});
   // No limit of its own: the other ranks may take long. The sender bounds every step of the sync and its loss
   // ends the fleet.
   const Status verdict = wait_for(
@@ -792,7 +832,20 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version) {
 }
 
 Status Trainer::Impl::gather_loop(const SyncOpen& open) {
-  auto stream = source->iter_groups({open.sync_id, open.version, rank.owned_groups, {}});
+  SyncRequest request{open.sync_id, open.version, {}, {}};
+  std::shared_ptr<const InitTables> current;
+  {
+    MutexLock lock(mutex);
+    current = tables;
+  }
+  const std::vector<bool> wanted = listed_groups(open.names, *current);
+  for (const std::uint32_t group : rank.owned_groups) {
+    if (wanted[group]) request.groups.push_back(group);
+  }
+  for (std::uint32_t name = 0; !open.names.empty() && name < rank.metadata.size(); ++name) {
+    if (listed(open.names, name)) request.names.push_back(name);
+  }
+  auto stream = source->iter_groups(request);
   if (!stream.ok())
     return stream.status().with_context(fmt::format("the weight source of trainer {}", options.rank));
   std::unique_ptr<GroupStream> groups_stream = std::move(stream).value();
@@ -801,11 +854,12 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
   progress->run([&] {
     running_sync = open.sync_id;
     failed = false;
-    status = server->begin_sync(open.sync_id, open.version, open.live_consumers, rank.owned_groups);
+    status = server->begin_sync(open.sync_id, open.version, open.live_consumers, request.groups, open.names);
     if (!status.ok()) return;
     if (!failed)
-      drive_trainer(
-          [&](TrainerActions& out) { status = trainer->begin(open.sync_id, rank.owned_groups, false, out); });
+      drive_trainer([&](TrainerActions& out) {
+        status = trainer->begin(open.sync_id, request.groups, rank.resident, out);
+      });
     if (failed) status = server->failure();
     if (!status.ok()) {
       server->fail(open.sync_id, status);
@@ -994,8 +1048,8 @@ Result<std::vector<std::byte>> Trainer::worker_init_payload() const {
   return encode_tables(*impl_->tables);
 }
 
-Result<SyncReport> Trainer::send_weights(std::uint64_t version, const SendOptions&) {
-  auto report = impl_->send_weights(version);
+Result<SyncReport> Trainer::send_weights(std::uint64_t version, const SendOptions& send) {
+  auto report = impl_->send_weights(version, send);
   impl_->healthy = report.ok();
   return report;
 }

@@ -9,20 +9,82 @@
 #include <deque>
 #include <map>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "control/grpc/grpc_control.h"
 #include "plan/plan.h"
+#include "plan/restrict.h"
 #include "runtime/consumer_engine.h"
 #include "runtime/fleet_link.h"
 #include "runtime/progress_thread.h"
 #include "transport/shm/shm_transport.h"
 
 namespace shardpull {
+namespace {
+
+Status check_options(const WorkerOptions& options) {
+  SHARDPULL_RETURN_IF_ERROR(validate(options.fleet));
+  for (const auto& [field, value] :
+       {std::pair("chunk_split", options.chunk_split), std::pair("pull_split", options.pull_split)}) {
+    if (value != 0) continue;
+    return Status(StatusCode::kInvalidArgument, fmt::format("{} must be >= 1 (it is 0)", field),
+                  {.reason = Reason::kBadArgument});
+  }
+  return {};
+}
+
+// The first difference between a recording's modules and parameters and the model's, or OK.
+Status check_recording(const Recording& recording, const Model& model) {
+  const auto differs = [](const std::string& what) {
+    return Status(StatusCode::kInvalidArgument, "the recording is of another model: " + what,
+                  {.reason = Reason::kMetadataMismatch});
+  };
+  const auto shape_of = [](const auto& parameter) {
+    return std::tuple(parameter.dtype, parameter.shape, parameter.stride);
+  };
+  const auto text = [](const auto& shape) {
+    return fmt::format("{} [{}] stride [{}]", dtype_name(std::get<0>(shape)),
+                       fmt::join(std::get<1>(shape), ", "), fmt::join(std::get<2>(shape), ", "));
+  };
+  const auto& modules = model.modules();
+  std::size_t p = 0;
+  for (std::size_t m = 0; m < std::max(modules.size(), recording.modules.size()); ++m) {
+    if (m == modules.size())
+      return differs(fmt::format("the model has no module '{}'", recording.modules[m].name));
+    if (m == recording.modules.size())
+      return differs(fmt::format("it has no module '{}'", modules[m]->name()));
+    const std::string& name = modules[m]->name();
+    if (recording.modules[m].name != name)
+      return differs(
+          fmt::format("module {} is '{}', the model's is '{}'", m, recording.modules[m].name, name));
+    for (const auto& parameter : modules[m]->parameters()) {
+      if (p == recording.parameters.size() || recording.parameters[p].module != m ||
+          recording.parameters[p].name != parameter->name()) {
+        return differs(
+            fmt::format("it has no parameter '{}' where the model has it", parameter->full_name()));
+      }
+      const auto theirs = shape_of(recording.parameters[p++]);
+      const std::tuple ours(parameter->dtype(), parameter->shape(), parameter->stride());
+      if (theirs != ours) {
+        return differs(fmt::format("parameter '{}' is {}, the model's is {}", parameter->full_name(),
+                                   text(theirs), text(ours)));
+      }
+    }
+    if (p < recording.parameters.size() && recording.parameters[p].module <= m) {
+      return differs(
+          fmt::format("the model has no parameter '{}' in module '{}'", recording.parameters[p].name, name));
+    }
+  }
+  return {};
+}
+
+}  // namespace
 
 struct Worker::Impl final : TransportSink {
   // A finished sync on its way to serve().
@@ -75,7 +137,7 @@ struct Worker::Impl final : TransportSink {
   std::unique_ptr<ProgressThread> progress;
   std::unique_ptr<ControlRelay> relay;
   std::unique_ptr<Control> control;
-  Recording recorded;
+  std::shared_ptr<const Recording> recorded = std::make_shared<Recording>();
   std::shared_ptr<const InitTables> tables;
   std::shared_ptr<const WorkerPlan> plan;
   std::unique_ptr<ConsumerEngine> engine;  // confined to the progress thread once made
@@ -83,8 +145,10 @@ struct Worker::Impl final : TransportSink {
   std::atomic<std::uint64_t> version_guard{0};
 
   // Confined to the progress thread.
-  std::uint64_t current_sync = 0, current_version = 0;
-  bool delivered = true;    // whether current_sync's result has reached serve()
+  std::uint64_t current_sync = 0, current_version = 0, current_kept = 0;
+  NameSet part_names;                      // the names `part` is of
+  std::shared_ptr<const WorkerPlan> part;  // of the last sync of some names
+  bool delivered = true;                   // whether current_sync's result has reached serve()
   int pending_results = 0;  // handed to serve() whose on_sync has not returned: the next StartUpdate waits
   std::optional<StartUpdate> deferred;
 
@@ -98,7 +162,8 @@ struct Worker::Impl final : TransportSink {
   Result<std::uint64_t> held_version SHARDPULL_GUARDED_BY(mutex) = Status(StatusCode::kFailedPrecondition,
                                                                           "no sync has been applied yet",
                                                                           {.reason = Reason::kWrongState});
-  bool stopped = false;  // the caller's thread
+  std::vector<ModuleState> held_modules SHARDPULL_GUARDED_BY(mutex);  // by Recording::modules index
+  bool stopped = false;                                               // the caller's thread
 };
 
 // ---- init
@@ -128,7 +193,7 @@ Status Worker::Impl::wait_for(const std::function<bool()>& ready, const std::str
 }
 
 Status Worker::Impl::start() {
-  SHARDPULL_RETURN_IF_ERROR(validate(options.fleet));
+  SHARDPULL_RETURN_IF_ERROR(check_options(options));
   const Member self{Role::kWorker, options.consumer};
   SHARDPULL_ASSIGN_OR_RETURN(std::unique_ptr<Transport> transport,
                              make_shm_transport({.directory = options.fleet.directory,
@@ -176,14 +241,23 @@ Status Worker::Impl::join() {
 }
 
 Status Worker::Impl::make_plan() {
-  SHARDPULL_ASSIGN_OR_RETURN(recorded, bake(model, tables->metadata, options.bake));
+  if (options.recording != nullptr) {
+    SHARDPULL_RETURN_IF_ERROR(check_recording(*options.recording, model));
+    recorded = options.recording;
+  } else {
+    SHARDPULL_ASSIGN_OR_RETURN(Recording baked, bake(model, tables->metadata, options.bake));
+    recorded = std::make_shared<const Recording>(std::move(baked));
+  }
   PlanOptions plan_options;
   plan_options.max_chunk_bytes = options.max_chunk_bytes;
+  plan_options.chunk_split = options.chunk_split;
+  plan_options.pull_split = options.pull_split;
   plan_options.path = options.path == PathChoice::kPacked   ? PathPolicy::kPacked
                       : options.path == PathChoice::kMapped ? PathPolicy::kMapped
                                                             : PathPolicy::kAuto;
   plan_options.mapping_available = progress->transport().can_map();
-  SHARDPULL_ASSIGN_OR_RETURN(WorkerPlan made, plan_worker(*tables, recorded, options.consumer, plan_options));
+  SHARDPULL_ASSIGN_OR_RETURN(WorkerPlan made,
+                             plan_worker(*tables, *recorded, options.consumer, plan_options));
   plan = std::make_shared<const WorkerPlan>(std::move(made));
   SHARDPULL_RETURN_IF_ERROR(model.materialise());
 
@@ -197,6 +271,7 @@ Status Worker::Impl::make_plan() {
     message.bytes_moved = engine->bytes_moved();
     message.update_ns = engine->update_ns();
     message.copy_ns = engine->copy_ns();
+    message.bytes_kept = current_kept;
     send(kSender, std::move(message));
     if (!status.ok()) deliver(sync_id, status);
   };
@@ -209,7 +284,7 @@ Status Worker::Impl::make_plan() {
     send(kSender, SyncFailed{sync_id, status.with_context(fmt::format("worker {}", options.consumer))});
   };
   auto made_engine = std::make_unique<ConsumerEngine>(
-      *progress, model, recorded, tables, plan, options.fleet.token, incarnation,
+      *progress, model, *recorded, tables, plan, options.fleet.token, incarnation,
       static_cast<std::int64_t>(options.fleet.stall_timeout_ms) * kNanosPerMilli, std::move(hooks));
   SHARDPULL_RETURN_IF_ERROR(made_engine->prepare());
   progress->run([&] { engine = std::move(made_engine); });
@@ -321,8 +396,22 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
 }
 
 void Worker::Impl::start_update(const StartUpdate& message) {
-  const Status status = engine->start_update(message.sync_id, message.version);
+  std::shared_ptr<const WorkerPlan> some;
+  Status status;
+  if (!message.names.empty()) {
+    if (part == nullptr || part_names != message.names) {
+      auto made = restrict_plan(*plan, *recorded, *tables, message.names);
+      status = made.status();
+      if (made.ok()) {
+        part = std::make_shared<const WorkerPlan>(std::move(*made));
+        part_names = message.names;
+      }
+    }
+    some = part;
+  }
+  if (status.ok()) status = engine->start_update(message.sync_id, message.version, some);
   if (status.ok()) {
+    current_kept = some != nullptr ? some->bytes_kept : plan->bytes_kept;
     current_sync = message.sync_id;
     current_version = message.version;
     delivered = false;
@@ -336,7 +425,7 @@ void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
   delivered = true;
   push_result(
       current_version, status,
-      {options.consumer, plan->bytes_kept, engine->bytes_moved(), engine->update_ns(), engine->copy_ns()});
+      {options.consumer, current_kept, engine->bytes_moved(), engine->update_ns(), engine->copy_ns()});
 }
 
 void Worker::Impl::push_result(std::uint64_t version, const Status& status, const WorkerReport& report) {
@@ -344,6 +433,7 @@ void Worker::Impl::push_result(std::uint64_t version, const Status& status, cons
   const auto held = engine->machine().version();
   MutexLock lock(mutex);
   held_version = held;
+  held_modules = engine->machine().modules();
   results.push_back({version, status, report});
   wake.notify_all();
 }
@@ -440,12 +530,28 @@ Result<std::uint64_t> Worker::version() const {
   return impl_->held_version;
 }
 
+Result<std::uint64_t> Worker::module_version(const std::string& module) const {
+  const std::vector<RecordedModule>& modules = impl_->recorded->modules;
+  const auto found = std::find_if(modules.begin(), modules.end(),
+                                  [&](const RecordedModule& each) { return each.name == module; });
+  if (found == modules.end()) {
+    return Status(StatusCode::kNotFound, fmt::format("the model has no module '{}'", module),
+                  {.reason = Reason::kBadArgument});
+  }
+  const auto index = static_cast<std::size_t>(found - modules.begin());
+  MutexLock lock(impl_->mutex);
+  const ModuleState state = index < impl_->held_modules.size() ? impl_->held_modules[index] : ModuleState{};
+  if (state.kind == ModuleState::Kind::kCurrent) return state.version;
+  return Status(StatusCode::kFailedPrecondition, fmt::format("module '{}' is {}", module, to_string(state)),
+                {.reason = Reason::kWrongState});
+}
+
 const std::atomic<std::uint64_t>& Worker::version_guard() const {
   return impl_->version_guard;
 }
 
 const Recording& Worker::recording() const {
-  return impl_->recorded;
+  return *impl_->recorded;
 }
 
 Status Worker::send_message(const std::string& to, const std::string& topic, const std::string& body) {
@@ -463,7 +569,7 @@ std::uint64_t Worker::engine_bytes() const {
 }
 
 std::string Worker::plan_summary() const {
-  return summarise(*impl_->tables, {*impl_->plan}, {impl_->recorded});
+  return summarise(*impl_->tables, {*impl_->plan}, {*impl_->recorded});
 }
 
 void Worker::shutdown() {

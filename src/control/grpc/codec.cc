@@ -7,7 +7,6 @@
 
 #include <fmt/format.h>
 
-
 namespace shardpull {
 namespace {
 
@@ -69,7 +68,9 @@ struct Writer {
     w.set_digest_high(m.digest_high);
     w.set_pulls(to_text(m.pulls));
   }
-  void operator()(const ReserveReply& m) const { status(out.mutable_reserve_reply()->mutable_status(), m.status); }
+  void operator()(const ReserveReply& m) const {
+    status(out.mutable_reserve_reply()->mutable_status(), m.status);
+  }
   void operator()(const SyncOpen& m) const {
     v1::SyncOpen& w = *out.mutable_sync_open();
     w.set_sync_id(m.sync_id);
@@ -97,6 +98,7 @@ struct Writer {
     w.set_bytes_moved(m.bytes_moved);
     w.set_update_ns(m.update_ns);
     w.set_copy_ns(m.copy_ns);
+    w.set_bytes_kept(m.bytes_kept);
   }
   void operator()(const Finish& m) const { out.mutable_finish()->set_sync_id(m.sync_id); }
   void operator()(const Finished& m) const {
@@ -121,6 +123,8 @@ struct Writer {
     w.set_export_ns(m.export_ns);
     w.set_export_bytes(m.export_bytes);
     w.set_peak_resident_bytes(m.peak_resident_bytes);
+    w.set_packs(m.packs);
+    w.set_packed_bytes(m.packed_bytes);
   }
   void operator()(const SyncClosed& m) const {
     v1::SyncClosed& w = *out.mutable_sync_closed();
@@ -151,9 +155,12 @@ v1::Member to_wire(const Member& member) {
 
 std::optional<Member> from_wire(const v1::Member& member) {
   switch (member.role()) {
-    case v1::ROLE_TRAINER: return Member{Role::kTrainer, member.id()};
-    case v1::ROLE_WORKER: return Member{Role::kWorker, member.id()};
-    default: return std::nullopt;
+    case v1::ROLE_TRAINER:
+      return Member{Role::kTrainer, member.id()};
+    case v1::ROLE_WORKER:
+      return Member{Role::kWorker, member.id()};
+    default:
+      return std::nullopt;
   }
 }
 
@@ -174,10 +181,12 @@ v1::Error to_wire(const Status& status) {
 Status from_wire(const v1::Error& error) {
   if (error.code() == 0) return {};
   ErrorInfo info;
-  info.reason = error.reason() <= static_cast<std::uint32_t>(Reason::kCorrupt) ? static_cast<Reason>(error.reason())
-                                                                                : Reason::kUnspecified;
-  info.fault =
-      error.fault() <= static_cast<std::uint32_t>(Fault::kLibrary) ? static_cast<Fault>(error.fault()) : Fault::kPeer;
+  info.reason = error.reason() <= static_cast<std::uint32_t>(Reason::kCorrupt)
+                    ? static_cast<Reason>(error.reason())
+                    : Reason::kUnspecified;
+  info.fault = error.fault() <= static_cast<std::uint32_t>(Fault::kLibrary)
+                   ? static_cast<Fault>(error.fault())
+                   : Fault::kPeer;
   info.retryable = error.retryable();
   info.peer = error.peer();
   info.tensor = error.tensor();
@@ -187,7 +196,9 @@ Status from_wire(const v1::Error& error) {
   return Status(code, error.message(), std::move(info));
 }
 
-void to_wire(const ControlBody& body, v1::Routed& out) { std::visit(Writer{out}, body); }
+void to_wire(const ControlBody& body, v1::Routed& out) {
+  std::visit(Writer{out}, body);
+}
 
 Result<ControlBody> from_wire(v1::Routed&& routed) {
   const auto malformed = [](std::string_view what, std::string_view problem) {
@@ -205,12 +216,15 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
     }
     case R::kTrainerTable: {
       const v1::TrainerTable& w = routed.trainer_table();
-      return ControlBody(TrainerTable{.status = from_wire(w.status()), .tables = to_vector<std::byte>(w.tables())});
+      return ControlBody(
+          TrainerTable{.status = from_wire(w.status()), .tables = to_vector<std::byte>(w.tables())});
     }
-    case R::kInitRequest: return ControlBody(InitRequest{.ring_depth = routed.init_request().ring_depth()});
+    case R::kInitRequest:
+      return ControlBody(InitRequest{.ring_depth = routed.init_request().ring_depth()});
     case R::kInitPayload: {
       const v1::InitPayload& w = routed.init_payload();
-      return ControlBody(InitPayload{.status = from_wire(w.status()), .tables = to_vector<std::byte>(w.tables())});
+      return ControlBody(
+          InitPayload{.status = from_wire(w.status()), .tables = to_vector<std::byte>(w.tables())});
     }
     case R::kInitDone: {
       const v1::InitDone& w = routed.init_done();
@@ -227,7 +241,8 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
                                  .digest_high = w.digest_high(),
                                  .pulls = to_vector<std::byte>(w.pulls())});
     }
-    case R::kReserveReply: return ControlBody(ReserveReply{.status = from_wire(routed.reserve_reply().status())});
+    case R::kReserveReply:
+      return ControlBody(ReserveReply{.status = from_wire(routed.reserve_reply().status())});
     case R::kSyncOpen: {
       const v1::SyncOpen& w = routed.sync_open();
       SyncOpen out{.sync_id = w.sync_id(),
@@ -237,26 +252,30 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
       if (!ascends(out.live_consumers)) return malformed("SyncOpen", "live consumers that do not ascend");
       return ControlBody(std::move(out));
     }
-    case R::kSyncBegan: return ControlBody(SyncBegan{.sync_id = routed.sync_began().sync_id()});
+    case R::kSyncBegan:
+      return ControlBody(SyncBegan{.sync_id = routed.sync_began().sync_id()});
     case R::kStartUpdate: {
       const v1::StartUpdate& w = routed.start_update();
-      return ControlBody(
-          StartUpdate{.sync_id = w.sync_id(), .version = w.version(), .names = to_vector<std::uint8_t>(w.names())});
+      return ControlBody(StartUpdate{
+          .sync_id = w.sync_id(), .version = w.version(), .names = to_vector<std::uint8_t>(w.names())});
     }
     case R::kUpdateStarted: {
       const v1::UpdateStarted& w = routed.update_started();
       return ControlBody(UpdateStarted{.sync_id = w.sync_id(), .status = from_wire(w.status())});
     }
-    case R::kUpdate: return ControlBody(Update{.sync_id = routed.update().sync_id()});
+    case R::kUpdate:
+      return ControlBody(Update{.sync_id = routed.update().sync_id()});
     case R::kPrepared: {
       const v1::Prepared& w = routed.prepared();
       return ControlBody(Prepared{.sync_id = w.sync_id(),
                                   .status = from_wire(w.status()),
                                   .bytes_moved = w.bytes_moved(),
                                   .update_ns = w.update_ns(),
-                                  .copy_ns = w.copy_ns()});
+                                  .copy_ns = w.copy_ns(),
+                                  .bytes_kept = w.bytes_kept()});
     }
-    case R::kFinish: return ControlBody(Finish{.sync_id = routed.finish().sync_id()});
+    case R::kFinish:
+      return ControlBody(Finish{.sync_id = routed.finish().sync_id()});
     case R::kFinished: {
       const v1::Finished& w = routed.finished();
       return ControlBody(Finished{.sync_id = w.sync_id(), .status = from_wire(w.status())});
@@ -275,7 +294,9 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
                                    .status = from_wire(w.status()),
                                    .export_ns = w.export_ns(),
                                    .export_bytes = w.export_bytes(),
-                                   .peak_resident_bytes = w.peak_resident_bytes()});
+                                   .peak_resident_bytes = w.peak_resident_bytes(),
+                                   .packs = w.packs(),
+                                   .packed_bytes = w.packed_bytes()});
     }
     case R::kSyncClosed: {
       const v1::SyncClosed& w = routed.sync_closed();
@@ -285,19 +306,22 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
       const v1::SyncFailed& w = routed.sync_failed();
       return ControlBody(SyncFailed{.sync_id = w.sync_id(), .status = from_wire(w.status())});
     }
-    case R::kShutdown: return ControlBody(Shutdown{.reason = routed.shutdown().reason()});
+    case R::kShutdown:
+      return ControlBody(Shutdown{.reason = routed.shutdown().reason()});
     case R::kUserMessage:
       return ControlBody(UserMessage{.topic = std::move(*routed.mutable_user_message()->mutable_topic()),
                                      .body = std::move(*routed.mutable_user_message()->mutable_body())});
-    case R::BODY_NOT_SET: break;
+    case R::BODY_NOT_SET:
+      break;
   }
   return malformed("control", "a body this build does not know");
 }
 
 int to_grpc_code(StatusCode code) {
   const int number = static_cast<int>(code);
-  return number >= 0 && number <= static_cast<int>(StatusCode::kUnauthenticated) ? number
-                                                                                 : static_cast<int>(StatusCode::kUnknown);
+  return number >= 0 && number <= static_cast<int>(StatusCode::kUnauthenticated)
+             ? number
+             : static_cast<int>(StatusCode::kUnknown);
 }
 
 StatusCode from_grpc_code(int code) {
@@ -305,17 +329,21 @@ StatusCode from_grpc_code(int code) {
                                                                              : StatusCode::kUnknown;
 }
 
-std::string to_grpc_details(const Status& status) { return to_wire(status).SerializeAsString(); }
+std::string to_grpc_details(const Status& status) {
+  return to_wire(status).SerializeAsString();
+}
 
 Status from_grpc_status(int code, const std::string& message, const std::string& details) {
   const StatusCode own = from_grpc_code(code);
   if (own == StatusCode::kOk) return {};
-  if (v1::Error error; !details.empty() && error.ParseFromString(details) && error.code() == static_cast<std::uint32_t>(own)) {
+  if (v1::Error error;
+      !details.empty() && error.ParseFromString(details) && error.code() == static_cast<std::uint32_t>(own)) {
     return from_wire(error);
   }
   const bool lost = own == StatusCode::kUnavailable || own == StatusCode::kCancelled;
-  return Status(own, message,
-                {.reason = lost ? Reason::kPeerLost : Reason::kUnspecified, .fault = Fault::kPeer, .retryable = lost});
+  return Status(
+      own, message,
+      {.reason = lost ? Reason::kPeerLost : Reason::kUnspecified, .fault = Fault::kPeer, .retryable = lost});
 }
 
 }  // namespace shardpull
