@@ -18,6 +18,9 @@
 // Signals: a group is signalled to all its owners when every chunk of it has been read: packed chunks when
 // they have landed, the others when their copy has ended.
 //
+// Plans: a sync runs the whole plan or a restricted one. What a plan fixes beyond its own words is a Course,
+// built once for each; inside, chunks are counted by their place in it, outside by Chunk::chunk_id.
+//
 // Errors: the first one is kept and stops everything new; settle() reports it once nothing is in flight,
 // after telling the producers which of their groups are not read any more.
 #include "protocol/consumer_machine.h"
@@ -26,6 +29,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <unordered_map>
 #include <utility>
 
 #include <fmt/format.h>
@@ -73,7 +77,8 @@ namespace {
 
 constexpr std::uint32_t kNone = 0xFFFFFFFFu;
 
-enum class RunState : std::uint8_t { kWaiting, kAsked, kReady, kTransferring, kLanded };
+// kNone: without keys in this sync, nothing is pulled.
+enum class RunState : std::uint8_t { kNone, kWaiting, kAsked, kReady, kTransferring, kLanded };
 enum class ChunkState : std::uint8_t { kWaiting, kIssued, kLanded, kScattering, kDone };
 
 struct RunProgress {
@@ -88,6 +93,13 @@ struct ChunkProgress {
   std::uint32_t slot = kNone;
   std::uint64_t generation = 0;  // of its use of the slot
   std::vector<RunProgress> runs;
+
+  // Every run that is pulled is at `state`.
+  bool all_runs(RunState state) const {
+    return std::all_of(runs.begin(), runs.end(), [&](const RunProgress& run) {
+      return run.state == state || run.state == RunState::kNone;
+    });
+  }
 };
 
 // What the plan fixes for a chunk beyond the plan's own words.
@@ -104,18 +116,17 @@ struct Slot {
   std::uint32_t user = kNone;          // the chunk of the latest use
 };
 
-}  // namespace
-
-struct ConsumerMachine::State {
-  explicit State(ConsumerConfig given) : config(std::move(given)), plan(*config.plan) {
+// A plan and what follows from it.
+struct Course {
+  explicit Course(std::shared_ptr<const WorkerPlan> given) : held(std::move(given)), plan(*held) {
     const std::size_t count = plan.chunks.size();
     facts.resize(count);
-    slots.resize(std::max<std::uint32_t>(plan.ring_depth, 1));
     std::map<std::uint32_t, std::uint32_t> open;  // modules whose span is open: module -> first chunk
     std::map<std::uint32_t, std::vector<std::uint32_t>> chunks_of_group;
     for (std::uint32_t c = 0; c < count; ++c) {
       const Chunk& chunk = plan.chunks[c];
       ChunkFacts& fact = facts[c];
+      place_of.emplace(chunk.chunk_id, c);
       if (!chunk.runs.empty()) {
         fact.ordinal = static_cast<std::uint32_t>(keyed.size());
         keyed.push_back(c);
@@ -144,7 +155,6 @@ struct ConsumerMachine::State {
       }
       chunks_of_group[chunk.group].push_back(c);
     }
-    modules.resize(std::max<std::size_t>(config.num_modules, fed.empty() ? 0 : *fed.rbegin() + 1));
     for (std::uint32_t c = 0; c < count; ++c) {
       for (const std::uint32_t group : plan.chunks[c].signal_groups) {
         std::set<std::uint32_t> blockers{c};
@@ -156,12 +166,37 @@ struct ConsumerMachine::State {
     }
   }
 
-  const ConsumerConfig config;
+  // The place of a chunk in the plan; past its end when the plan has no such chunk.
+  std::uint32_t place(std::uint32_t chunk_id) const {
+    const auto it = place_of.find(chunk_id);
+    return it == place_of.end() ? kNone : it->second;
+  }
+
+  const std::shared_ptr<const WorkerPlan> held;
   const WorkerPlan& plan;
   std::vector<ChunkFacts> facts;
-  std::vector<std::uint32_t> keyed;                    // chunks with keys, in order
-  std::map<std::uint32_t, std::uint32_t> blockers_of;  // group -> chunks its signal waits for
-  std::set<std::uint32_t> fed;                         // modules the plan feeds
+  std::unordered_map<std::uint32_t, std::uint32_t> place_of;  // by chunk id
+  std::vector<std::uint32_t> keyed;                           // chunks with keys, in order
+  std::map<std::uint32_t, std::uint32_t> blockers_of;         // group -> chunks its signal waits for
+  std::set<std::uint32_t> fed;                                // modules the plan feeds
+};
+
+}  // namespace
+
+struct ConsumerMachine::State {
+  explicit State(ConsumerConfig given)
+      : config(std::move(given)), whole(std::make_shared<const Course>(config.plan)), course(whole) {
+    slots.resize(std::max<std::uint32_t>(whole->plan.ring_depth, 1));
+    modules.resize(
+        std::max<std::size_t>(config.num_modules, whole->fed.empty() ? 0 : *whole->fed.rbegin() + 1));
+  }
+
+  const ConsumerConfig config;
+  const std::shared_ptr<const Course> whole;
+  std::shared_ptr<const Course> part;    // of the last restricted plan
+  std::shared_ptr<const Course> course;  // the running (or last) sync's: one of the two
+  const WorkerPlan& plan() const { return course->plan; }
+  std::uint32_t id_of(std::uint32_t c) const { return plan().chunks[c].chunk_id; }
 
   WorkerState state = WorkerState::kIdle;
   std::uint64_t sync_id = 0, version = 0;
@@ -194,16 +229,17 @@ struct ConsumerMachine::State {
   // ---- issuing ----------------------------------------------------------------------------------
 
   void issue(ConsumerActions& out) {
-    for (; next < plan.chunks.size(); ++next) {
-      const Chunk& chunk = plan.chunks[next];
+    for (; next < plan().chunks.size(); ++next) {
+      const Chunk& chunk = plan().chunks[next];
       ChunkProgress& progress = chunks[next];
       if (chunk.runs.empty()) {
         progress.state = ChunkState::kLanded;
         startable.insert(next);
         continue;
       }
-      const std::uint32_t ordinal = facts[next].ordinal, depth = static_cast<std::uint32_t>(slots.size());
-      if (ordinal >= depth && !chunks[keyed[ordinal - depth]].read) return;
+      const std::uint32_t ordinal = course->facts[next].ordinal,
+                          depth = static_cast<std::uint32_t>(slots.size());
+      if (ordinal >= depth && !chunks[course->keyed[ordinal - depth]].read) return;
       progress.state = ChunkState::kIssued;
       if (chunk.path == Path::kPacked) {
         progress.slot = static_cast<std::uint32_t>(slot_cursor++ % slots.size());
@@ -211,9 +247,10 @@ struct ConsumerMachine::State {
         slots[progress.slot].user = next;
       }
       for (std::uint16_t r = 0; r < chunk.runs.size(); ++r) {
+        if (progress.runs[r].state == RunState::kNone) continue;
         progress.runs[r].state = RunState::kAsked;
-        out.push_back(
-            SendPull{chunk.runs[r].producer, PullId{sync_id, plan.consumer, next, r, 0, chunk.runs[r].seq}});
+        out.push_back(SendPull{chunk.runs[r].producer,
+                               PullId{sync_id, plan().consumer, chunk.chunk_id, r, 0, chunk.runs[r].seq}});
       }
     }
   }
@@ -228,20 +265,20 @@ struct ConsumerMachine::State {
       if (run.state != RunState::kReady) continue;
       run.state = RunState::kTransferring;
       ++transfers;
-      out.push_back(StartTransfer{c, r, plan.chunks[c].runs[r].producer, progress.slot, run.ready});
+      out.push_back(StartTransfer{id_of(c), r, plan().chunks[c].runs[r].producer, progress.slot, run.ready});
     }
   }
 
   // Nothing of the chunk reads a producer any more.
   void end_reading(std::uint32_t c) {
     chunks[c].read = true;
-    for (const std::uint32_t group : facts[c].blocks) {
+    for (const std::uint32_t group : course->facts[c].blocks) {
       if (--blockers_left[group] == 0) signal(group);
     }
   }
 
   void signal(std::uint32_t group) {
-    for (const std::uint32_t owner : plan.group_owners[group]) {
+    for (const std::uint32_t owner : plan().group_owners[group]) {
       unconfirmed.emplace(owner, group);
       outgoing[owner].push_back(group);
     }
@@ -263,7 +300,7 @@ struct ConsumerMachine::State {
     for (auto it = startable.begin(); it != startable.end();) {
       const std::uint32_t c = *it;
       const bool blocked =
-          std::any_of(facts[c].after.begin(), facts[c].after.end(),
+          std::any_of(course->facts[c].after.begin(), course->facts[c].after.end(),
                       [&](std::uint32_t before) { return chunks[before].state != ChunkState::kDone; });
       if (blocked) {
         ++it;
@@ -273,11 +310,11 @@ struct ConsumerMachine::State {
       ChunkProgress& progress = chunks[c];
       progress.state = ChunkState::kScattering;
       ++scatters;
-      for (const std::uint32_t module : plan.chunks[c].materialise) touch(module);
-      if (plan.chunks[c].path == Path::kPacked && !plan.chunks[c].runs.empty()) {
-        out.push_back(StartScatter{c, progress.slot});
+      for (const std::uint32_t module : plan().chunks[c].materialise) touch(module);
+      if (plan().chunks[c].path == Path::kPacked && !plan().chunks[c].runs.empty()) {
+        out.push_back(StartScatter{id_of(c), progress.slot});
       } else {
-        StartCopy copy{c, {}};
+        StartCopy copy{id_of(c), {}};
         for (RunProgress& run : progress.runs) copy.ready.push_back(std::move(run.ready));
         out.push_back(std::move(copy));
       }
@@ -288,7 +325,7 @@ struct ConsumerMachine::State {
     for (auto it = posts_due.begin(); it != posts_due.end();) {
       const std::uint32_t c = *it;
       bool complete = true;
-      for (std::uint32_t before = facts[c].post_from; before <= c && complete; ++before) {
+      for (std::uint32_t before = course->facts[c].post_from; before <= c && complete; ++before) {
         complete = chunks[before].state == ChunkState::kDone;
       }
       if (!complete) {
@@ -298,7 +335,7 @@ struct ConsumerMachine::State {
       it = posts_due.erase(it);
       chunks[c].posting = true;
       ++posts;
-      out.push_back(StartPost{c});
+      out.push_back(StartPost{id_of(c)});
     }
   }
 
@@ -312,7 +349,7 @@ struct ConsumerMachine::State {
       for (auto& [producer, groups] : std::exchange(outgoing, {})) {
         out.push_back(SendSignals{producer, sync_id, std::move(groups)});
       }
-      if (done_count == plan.chunks.size() && unconfirmed.empty()) {
+      if (done_count == plan().chunks.size() && unconfirmed.empty()) {
         state = WorkerState::kPrepared;
         out.push_back(UpdateDone{sync_id, {}});
       }
@@ -327,7 +364,7 @@ struct ConsumerMachine::State {
         out.push_back(FinishDone{sync_id, error});
         return;
       }
-      for (const std::uint32_t module : fed)
+      for (const std::uint32_t module : course->fed)
         modules[module] = {ModuleState::Kind::kCurrent, version, 0, false};
       committed = version;
       state = WorkerState::kIdle;
@@ -345,9 +382,11 @@ struct ConsumerMachine::State {
     // What was asked for and not signalled: a late Ready for it will be dropped, so it is not read any more.
     std::map<std::uint32_t, std::set<std::uint32_t>> given_up;
     for (std::uint32_t c = 0; c < next; ++c) {
-      const auto left = blockers_left.find(plan.chunks[c].group);
+      const auto left = blockers_left.find(plan().chunks[c].group);
       if (left != blockers_left.end() && left->second == 0) continue;
-      for (const Run& run : plan.chunks[c].runs) given_up[run.producer].insert(plan.chunks[c].group);
+      for (const Run& run : plan().chunks[c].runs) {
+        if (run.key_count != 0) given_up[run.producer].insert(plan().chunks[c].group);
+      }
     }
     for (const auto& [producer, groups] : given_up) {
       out.push_back(SendSignals{producer, sync_id, {groups.begin(), groups.end()}});
@@ -372,22 +411,24 @@ struct ConsumerMachine::State {
   }
 
   std::string describe(std::uint32_t c) const {
-    return fmt::format("{}: chunk {} (group {})", worker_name(plan.consumer), c, plan.chunks[c].group);
+    return fmt::format("{}: chunk {} (group {})", worker_name(plan().consumer), id_of(c),
+                       plan().chunks[c].group);
   }
 
-  // The chunk's run that `pull` names, when a reply to it is still awaited from `producer`.
-  RunProgress* awaited(std::uint32_t producer, const PullId& pull) {
+  // The chunk's run that `pull` names, when a reply to it is still awaited from `producer`; `c`: its chunk.
+  RunProgress* awaited(std::uint32_t producer, const PullId& pull, std::uint32_t& c) {
     if (pull.sync_id != sync_id || state != WorkerState::kUpdating) {
       ++drops.stale_sync;
       return nullptr;
     }
-    if (!working() || pull.consumer != plan.consumer || pull.chunk >= chunks.size() ||
-        pull.run >= chunks[pull.chunk].runs.size() || pull.attempt != 0) {
+    c = course->place(pull.chunk);
+    if (!working() || pull.consumer != plan().consumer || c >= chunks.size() ||
+        pull.run >= chunks[c].runs.size() || pull.attempt != 0) {
       ++drops.unknown;
       return nullptr;
     }
-    const Run& run = plan.chunks[pull.chunk].runs[pull.run];
-    RunProgress& progress = chunks[pull.chunk].runs[pull.run];
+    const Run& run = plan().chunks[c].runs[pull.run];
+    RunProgress& progress = chunks[c].runs[pull.run];
     if (progress.state != RunState::kAsked || run.producer != producer || run.seq != pull.seq) {
       ++drops.unknown;
       return nullptr;
@@ -397,13 +438,13 @@ struct ConsumerMachine::State {
 
   bool needs(std::uint32_t producer) const {
     if (state != WorkerState::kUpdating) return false;
-    for (std::uint32_t c = 0; c < plan.chunks.size(); ++c) {
+    for (std::uint32_t c = 0; c < plan().chunks.size(); ++c) {
       if (chunks[c].read) continue;
-      for (const Run& run : plan.chunks[c].runs) {
-        if (run.producer == producer) return true;
+      for (const Run& run : plan().chunks[c].runs) {
+        if (run.producer == producer && run.key_count != 0) return true;
       }
-      for (const std::uint32_t group : facts[c].blocks) {  // not signalled yet
-        const auto& owners = plan.group_owners[group];
+      for (const std::uint32_t group : course->facts[c].blocks) {  // not signalled yet
+        const auto& owners = plan().group_owners[group];
         if (std::find(owners.begin(), owners.end(), producer) != owners.end()) return true;
       }
     }
@@ -421,7 +462,7 @@ Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id,
   State& s = *state_;
   (void)out;
   if (s.shut) return shutting_down();
-  const std::string me = worker_name(s.plan.consumer);
+  const std::string me = worker_name(s.plan().consumer);
   if (s.state == WorkerState::kUpdating || s.state == WorkerState::kCommitting) {
     return wrong_state(fmt::format("{}: start_update of sync {} while {} in sync {}", me, sync_id,
                                    to_string(s.state), s.sync_id));
@@ -432,8 +473,22 @@ Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id,
   }
   if (sync_id <= s.sync_id)
     return wrong_state(fmt::format("{}: sync {} is not after sync {}", me, sync_id, s.sync_id));
-  if (plan != nullptr)
-    return Status(StatusCode::kUnimplemented, fmt::format("{}: sync {}: only a part of the names", me, sync_id));
+  std::shared_ptr<const Course> course = s.whole;
+  if (plan != nullptr) {
+    if (plan->consumer != s.whole->plan.consumer || plan->ring_depth != s.whole->plan.ring_depth) {
+      return bad_argument(fmt::format("{}: sync {} with a plan of {} and ring_depth {}, this worker's is {}",
+                                      me, sync_id, worker_name(plan->consumer), plan->ring_depth,
+                                      s.whole->plan.ring_depth));
+    }
+    course = s.part;
+    if (course == nullptr || course->held != plan) course = std::make_shared<const Course>(std::move(plan));
+    if (!course->fed.empty() && *course->fed.rbegin() >= s.modules.size()) {
+      return bad_argument(fmt::format("{}: sync {} with a plan that loads module {} of {}", me, sync_id,
+                                      *course->fed.rbegin(), s.modules.size()));
+    }
+    s.part = course;
+  }
+  s.course = std::move(course);
   s.state = WorkerState::kUpdating;
   s.sync_id = sync_id;
   s.version = version;
@@ -444,9 +499,12 @@ Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id,
   s.posts_due.clear();
   s.outgoing.clear();
   s.unconfirmed.clear();
-  s.blockers_left = s.blockers_of;
-  s.chunks.assign(s.plan.chunks.size(), ChunkProgress{});
-  for (std::size_t c = 0; c < s.chunks.size(); ++c) s.chunks[c].runs.resize(s.plan.chunks[c].runs.size());
+  s.blockers_left = s.course->blockers_of;
+  s.chunks.assign(s.plan().chunks.size(), ChunkProgress{});
+  for (std::size_t c = 0; c < s.chunks.size(); ++c) {
+    for (const Run& run : s.plan().chunks[c].runs)
+      s.chunks[c].runs.push_back({run.key_count == 0 ? RunState::kNone : RunState::kWaiting, {}});
+  }
   s.last_progress_ns = now_ns;
   return {};
 }
@@ -457,11 +515,11 @@ Status ConsumerMachine::update(std::int64_t now_ns, ConsumerActions& out) {
   if (s.state == WorkerState::kFailed || !s.error.ok()) return s.error;
   if (s.state != WorkerState::kUpdating || s.asked) {
     return wrong_state(fmt::format("{}: update without start_update (the worker is {})",
-                                   worker_name(s.plan.consumer), to_string(s.state)));
+                                   worker_name(s.plan().consumer), to_string(s.state)));
   }
   s.asked = true;
   s.last_progress_ns = now_ns;
-  for (const std::uint32_t group : s.plan.pre_free) s.signal(group);
+  for (const std::uint32_t group : s.plan().pre_free) s.signal(group);
   s.advance(out);
   return {};
 }
@@ -469,12 +527,13 @@ Status ConsumerMachine::update(std::int64_t now_ns, ConsumerActions& out) {
 void ConsumerMachine::ready(std::int64_t now_ns, std::uint32_t producer, const PullId& pull, ReadyInfo ready,
                             ConsumerActions& out) {
   State& s = *state_;
-  RunProgress* run = s.awaited(producer, pull);
+  std::uint32_t c = kNone;
+  RunProgress* run = s.awaited(producer, pull, c);
   if (run == nullptr) return;
-  const Chunk& chunk = s.plan.chunks[pull.chunk];
+  const Chunk& chunk = s.plan().chunks[c];
   const auto corrupt = [&](std::string message) {
     s.set_error(peer_error(StatusCode::kDataLoss, trainer_name(producer),
-                           fmt::format("{}: {} {}", s.describe(pull.chunk), trainer_name(producer), message),
+                           fmt::format("{}: {} {}", s.describe(c), trainer_name(producer), message),
                            Reason::kCorrupt),
                 true, out);
   };
@@ -485,19 +544,18 @@ void ConsumerMachine::ready(std::int64_t now_ns, std::uint32_t producer, const P
   if (chunk.path == Path::kPacked && ready.bytes != chunk.runs[pull.run].bytes) {
     return corrupt(fmt::format("packed {} bytes, the plan says {}", ready.bytes, chunk.runs[pull.run].bytes));
   }
-  if (chunk.path != Path::kPacked && ready.entries.size() != s.facts[pull.chunk].entries[pull.run]) {
+  if (chunk.path != Path::kPacked && ready.entries.size() != s.course->facts[c].entries[pull.run]) {
     return corrupt(fmt::format("named {} tensors, the plan says {}", ready.entries.size(),
-                               s.facts[pull.chunk].entries[pull.run]));
+                               s.course->facts[c].entries[pull.run]));
   }
   run->state = RunState::kReady;
   run->ready = std::move(ready);
   s.last_progress_ns = now_ns;
-  ChunkProgress& progress = s.chunks[pull.chunk];
+  ChunkProgress& progress = s.chunks[c];
   if (chunk.path == Path::kPacked) {
-    s.start_transfers(pull.chunk, out);
-  } else if (std::all_of(progress.runs.begin(), progress.runs.end(),
-                         [](const RunProgress& r) { return r.state == RunState::kReady; })) {
-    s.startable.insert(pull.chunk);
+    s.start_transfers(c, out);
+  } else if (progress.all_runs(RunState::kReady)) {
+    s.startable.insert(c);
   }
   s.advance(out);
 }
@@ -506,14 +564,15 @@ void ConsumerMachine::pull_failed(std::int64_t now_ns, std::uint32_t producer, c
                                   const Status& why, ConsumerActions& out) {
   State& s = *state_;
   (void)now_ns;
-  if (s.awaited(producer, pull) == nullptr) return;
-  s.set_error(why.with_context(fmt::format("{} from {}", s.describe(pull.chunk), trainer_name(producer))),
-              true, out);
+  std::uint32_t c = kNone;
+  if (s.awaited(producer, pull, c) == nullptr) return;
+  s.set_error(why.with_context(fmt::format("{} from {}", s.describe(c), trainer_name(producer))), true, out);
 }
 
-void ConsumerMachine::transfer_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk,
+void ConsumerMachine::transfer_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk_id,
                                     std::uint16_t run, const Status& status, ConsumerActions& out) {
   State& s = *state_;
+  const std::uint32_t chunk = s.course->place(chunk_id);
   if (sync_id != s.sync_id || chunk >= s.chunks.size() || run >= s.chunks[chunk].runs.size() ||
       s.chunks[chunk].runs[run].state != RunState::kTransferring) {
     ++s.drops.unknown;
@@ -526,11 +585,10 @@ void ConsumerMachine::transfer_done(std::int64_t now_ns, std::uint64_t sync_id, 
   if (!status.ok()) {
     return s.set_error(
         status.with_context(fmt::format("{} from {}", s.describe(chunk),
-                                        trainer_name(s.plan.chunks[chunk].runs[run].producer))),
+                                        trainer_name(s.plan().chunks[chunk].runs[run].producer))),
         true, out);
   }
-  if (s.working() && std::all_of(progress.runs.begin(), progress.runs.end(),
-                                 [](const RunProgress& r) { return r.state == RunState::kLanded; })) {
+  if (s.working() && progress.all_runs(RunState::kLanded)) {
     progress.state = ChunkState::kLanded;
     s.end_reading(chunk);
     s.startable.insert(chunk);
@@ -538,9 +596,10 @@ void ConsumerMachine::transfer_done(std::int64_t now_ns, std::uint64_t sync_id, 
   s.advance(out);
 }
 
-void ConsumerMachine::scatter_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk,
+void ConsumerMachine::scatter_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk_id,
                                    const Status& status, ConsumerActions& out) {
   State& s = *state_;
+  const std::uint32_t chunk = s.course->place(chunk_id);
   if (sync_id != s.sync_id || chunk >= s.chunks.size() || s.chunks[chunk].state != ChunkState::kScattering) {
     ++s.drops.unknown;
     return;
@@ -554,7 +613,7 @@ void ConsumerMachine::scatter_done(std::int64_t now_ns, std::uint64_t sync_id, s
   if (s.working()) {
     ++s.done_count;
     if (!progress.read) s.end_reading(chunk);
-    if (!s.plan.chunks[chunk].post_process.empty()) s.posts_due.insert(chunk);
+    if (!s.plan().chunks[chunk].post_process.empty()) s.posts_due.insert(chunk);
     // The slot's next use, if it was handed out: a slot has at most two, as the one after next waits for the
     // next to land.
     if (progress.slot != kNone && s.slots[progress.slot].user != chunk)
@@ -563,9 +622,10 @@ void ConsumerMachine::scatter_done(std::int64_t now_ns, std::uint64_t sync_id, s
   s.advance(out);
 }
 
-void ConsumerMachine::post_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk,
+void ConsumerMachine::post_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk_id,
                                 const Status& status, ConsumerActions& out) {
   State& s = *state_;
+  const std::uint32_t chunk = s.course->place(chunk_id);
   if (sync_id != s.sync_id || chunk >= s.chunks.size() || !s.chunks[chunk].posting) {
     ++s.drops.unknown;
     return;
@@ -575,8 +635,8 @@ void ConsumerMachine::post_done(std::int64_t now_ns, std::uint64_t sync_id, std:
   s.last_progress_ns = now_ns;
   if (!status.ok())
     return s.set_error(status.with_context(s.describe(chunk) + ": post-processing"), true, out);
-  for (const std::uint32_t module : s.plan.chunks[chunk].post_process) {
-    if (!s.fed.contains(module)) continue;
+  for (const std::uint32_t module : s.plan().chunks[chunk].post_process) {
+    if (!s.course->fed.contains(module)) continue;
     s.modules[module].kind = ModuleState::Kind::kPrepared;
   }
   s.advance(out);
@@ -606,7 +666,7 @@ Status ConsumerMachine::finish_update(std::int64_t now_ns, std::uint64_t sync_id
   if (sync_id == s.sync_id && !s.error.ok()) return s.error;
   if (sync_id != s.sync_id || s.state != WorkerState::kPrepared) {
     return wrong_state(fmt::format("{}: finish_update of sync {} while {} in sync {}",
-                                   worker_name(s.plan.consumer), sync_id, to_string(s.state), s.sync_id));
+                                   worker_name(s.plan().consumer), sync_id, to_string(s.state), s.sync_id));
   }
   s.state = WorkerState::kCommitting;
   s.settle(out);
@@ -619,7 +679,7 @@ void ConsumerMachine::producer_lost(std::int64_t now_ns, std::uint32_t producer,
   (void)now_ns;
   if (!s.error.ok() || !s.needs(producer)) return;
   s.set_error(Status(StatusCode::kUnavailable,
-                     fmt::format("{} lost {} in sync {}: {}", worker_name(s.plan.consumer),
+                     fmt::format("{} lost {} in sync {}: {}", worker_name(s.plan().consumer),
                                  trainer_name(producer), s.sync_id, why.message()),
                      {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = trainer_name(producer)}),
               true, out);
@@ -643,12 +703,13 @@ void ConsumerMachine::tick(std::int64_t now_ns, ConsumerActions& out) {
   for (std::uint32_t c = 0; c < s.chunks.size(); ++c) {
     for (std::size_t r = 0; r < s.chunks[c].runs.size(); ++r) {
       if (s.chunks[c].runs[r].state != RunState::kTransferring) continue;
-      waiting += fmt::format("; the transfer of chunk {} from {}", c,
-                             trainer_name(s.plan.chunks[c].runs[r].producer));
+      waiting += fmt::format("; the transfer of chunk {} from {}", s.id_of(c),
+                             trainer_name(s.plan().chunks[c].runs[r].producer));
     }
-    if (s.chunks[c].state == ChunkState::kScattering) waiting += fmt::format("; the copies of chunk {}", c);
+    if (s.chunks[c].state == ChunkState::kScattering)
+      waiting += fmt::format("; the copies of chunk {}", s.id_of(c));
   }
-  if (waiting.empty() && s.done_count == s.plan.chunks.size()) {
+  if (waiting.empty() && s.done_count == s.plan().chunks.size()) {
     std::map<std::uint32_t, std::vector<std::uint32_t>> by_producer;
     for (const auto& [producer, group] : s.unconfirmed) by_producer[producer].push_back(group);
     for (const auto& [producer, groups] : by_producer) {
@@ -658,7 +719,7 @@ void ConsumerMachine::tick(std::int64_t now_ns, ConsumerActions& out) {
   }
   if (waiting.empty()) return;
   s.set_error(stalled(fmt::format("{}: sync {} made no progress for {:.3g} s, waiting for{}",
-                                  worker_name(s.plan.consumer), s.sync_id,
+                                  worker_name(s.plan().consumer), s.sync_id,
                                   static_cast<double>(now_ns - s.last_progress_ns) / 1e9, waiting.substr(1))),
               true, out);
 }
@@ -691,16 +752,17 @@ Result<std::uint64_t> ConsumerMachine::version() const {
   const State& s = *state_;
   std::string others;
   std::size_t count = 0;
-  for (const std::uint32_t module : s.fed) {
+  for (const std::uint32_t module : s.whole->fed) {
     const ModuleState& m = s.modules[module];
-    if (m.kind == ModuleState::Kind::kCurrent && s.committed && *s.committed == m.version) continue;
+    if (m.kind == ModuleState::Kind::kCurrent || (s.committed && m.kind == ModuleState::Kind::kUnset))
+      continue;
     if (++count <= 8)
       others += fmt::format("{}module {} is {}", others.empty() ? "" : ", ", module, to_string(m));
   }
   if (count == 0 && s.committed) return *s.committed;
   return wrong_state(count == 0
-                         ? fmt::format("{} holds no version yet", worker_name(s.plan.consumer))
-                         : fmt::format("{} holds no single version: {}{}", worker_name(s.plan.consumer),
+                         ? fmt::format("{} holds no version yet", worker_name(s.plan().consumer))
+                         : fmt::format("{} holds no single version: {}{}", worker_name(s.plan().consumer),
                                        others, count > 8 ? fmt::format(", ... ({} in all)", count) : ""));
 }
 

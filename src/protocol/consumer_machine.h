@@ -65,9 +65,9 @@ struct StartScatter {
   std::uint32_t chunk = 0;
   std::uint32_t slot = 0;
 };
-// Mapped: materialise, fill and copy straight from the producers' memory. `ready` has one entry per run.
-// Answer with scatter_done(): the producers' memory is no longer read then. Also used, with no runs, for
-// chunks without keys.
+// Mapped: materialise, fill and copy straight from the producers' memory. `ready` has one entry per run of
+// the chunk, an empty one for a run without keys. Answer with scatter_done(): the producers' memory is no
+// longer read then. Also used, with no runs, for chunks without keys.
 struct StartCopy {
   std::uint32_t chunk = 0;
   std::vector<ReadyInfo> ready;
@@ -154,7 +154,10 @@ class ConsumerMachine {
   const Status& failure() const;                    // of the last sync; OK when it did not fail
   bool in_flight() const;                           // a transfer, copy, scatter or hook has not ended
   const std::vector<ModuleState>& modules() const;  // by Recording::modules index
-  // The version every module of the plan holds, or FAILED_PRECONDITION listing the mixed ones.
+  // The version of the last committed sync, when no module of the whole plan holds anything else than a
+  // committed version; FAILED_PRECONDITION listing those that do (mixed, landing, prepared). After syncs of
+  // some names modules hold different versions by request: modules() tells which. Those that no sync has
+  // touched have no say, but without any commit there is no version.
   Result<std::uint64_t> version() const;
   const DropCounters& drops() const;
 

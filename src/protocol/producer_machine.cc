@@ -12,6 +12,9 @@
 //   after its pull K earlier has landed. `readers` are those that were answered and have not shown yet that
 //   they are done (by a later pull of the slot, a signal of the group, a newer sync, leaving).
 // - Packs outlive a failed sync: their tickets are kept apart from it, hold their slot, and delay SyncQuiet.
+// - Names: a sync of some names serves restrict_pulls of what each consumer announced (Consumer::running),
+// kept
+//   for the next sync of the same names. Everything by seq is by that table's seq.
 // - Mapped reads, (consumer, group) answered with the tensors' places and not signalled, delay SyncQuiet too.
 // - Watchdog: last_progress_ns; begin, publish, accepted signal, pack done, pull served.
 #include "protocol/producer_machine.h"
@@ -35,7 +38,8 @@ using namespace producer_action;  // NOLINT: this file is about them
 
 constexpr std::uint32_t kNone = 0xFFFFFFFFu;
 
-// What one consumer takes here: its pulls by seq, and the seq of a (chunk, run).
+// What one consumer takes here, in all or in a sync of some names: its pulls by seq, and the seq of a (chunk,
+// run).
 struct PullTable {
   std::vector<std::shared_ptr<const PullDescription>> by_seq;
   std::unordered_map<std::uint64_t, std::uint32_t> seq_of;
@@ -44,6 +48,10 @@ struct PullTable {
 
   static std::uint64_t key(std::uint32_t chunk, std::uint32_t run) {
     return std::uint64_t{chunk} << 32 | run;
+  }
+  void add(PullDescription pull) {
+    seq_of.emplace(key(pull.chunk_id, pull.run), static_cast<std::uint32_t>(by_seq.size()));
+    by_seq.push_back(std::make_shared<const PullDescription>(std::move(pull)));
   }
   const PullDescription* find(std::uint32_t chunk, std::uint32_t run) const {
     const auto it = seq_of.find(key(chunk, run));
@@ -68,10 +76,16 @@ struct Serve {
 struct Consumer {
   std::uint64_t incarnation = 0;  // 0: none known yet
   bool gone = false;
-  bool live = false;  // in the running (or last) sync
-  std::shared_ptr<const PullTable> table;
+  bool live = false;                         // in the running (or last) sync
+  std::shared_ptr<const PullTable> table;    // what it announced
+  std::shared_ptr<const PullTable> running;  // what of it the sync has; with `table`, while it is live
   Early early;
   std::vector<Serve> serves;  // by seq, this sync
+};
+
+// A table and what a set of names leaves of it.
+struct Part {
+  std::shared_ptr<const PullTable> whole, part;
 };
 
 struct Slot {
@@ -124,7 +138,7 @@ struct Group {
 };
 
 struct ActivePack {
-  std::uint64_t sync_id = 0;
+  std::uint64_t sync_id = 0, bytes = 0;
   std::uint32_t sharing_group = 0, slot = 0, seq = 0, group = 0;
 };
 
@@ -195,7 +209,9 @@ struct ProducerMachine::State {
   std::map<std::uint64_t, std::set<std::pair<std::uint32_t, std::uint32_t>>>
       mapped_reads;  // by sync: (consumer, group)
   std::uint64_t next_ticket = 1;
-  std::uint64_t packs_done = 0;
+  std::uint64_t packs_done = 0, bytes_packed = 0;
+  NameSet part_names;                      // of the last sync of some names
+  std::map<const PullTable*, Part> parts;  // of it, by `whole`
   DropCounters drops;
   bool shut = false;
 
@@ -203,6 +219,7 @@ struct ProducerMachine::State {
   std::uint64_t sync_id = 0;
   bool running = false, ending = false;
   std::uint64_t version = 0;
+  NameSet names;  // empty: all
   std::uint32_t live_count = 0;
   std::uint32_t unpublished = 0, unfreed = 0;
   std::int64_t last_progress_ns = 0;
@@ -233,7 +250,7 @@ struct ProducerMachine::State {
     if (serve.state != Serve::State::kServed) last_progress_ns = now_ns;
     serve.state = Serve::State::kServed;
     if (ready.path != Path::kPacked) {
-      mapped_reads[sync_id].emplace(consumer, consumers[consumer].table->by_seq[seq]->group);
+      mapped_reads[sync_id].emplace(consumer, consumers[consumer].running->by_seq[seq]->group);
     }
     out.push_back(ReadyReply{consumers[consumer].incarnation, serve.id, std::move(ready)});
   }
@@ -288,7 +305,7 @@ struct ProducerMachine::State {
     if (!running || it == ring.meetings.end() || it->second.ticket != 0 || it->second.arrived.empty()) return;
     Meeting& meeting = it->second;
     if (meeting.arrived.size() != ring.live_sharers) return;  // only live consumers are in it, each once
-    const auto& pull = consumers[meeting.arrived.front()].table->by_seq[seq];
+    const auto& pull = consumers[meeting.arrived.front()].running->by_seq[seq];
     Group& group = groups[pull->group];
     if (!group.published || ring.asked_bytes != 0 || ring.slots.empty()) return;
     Slot& slot = ring.slots[slot_of(seq)];
@@ -302,7 +319,7 @@ struct ProducerMachine::State {
     slot.group = pull->group;
     meeting.ticket = ticket;
     ++group.packs;
-    packs.emplace(ticket, ActivePack{sync_id, sharing_group, slot_of(seq), seq, pull->group});
+    packs.emplace(ticket, ActivePack{sync_id, pull->bytes, sharing_group, slot_of(seq), seq, pull->group});
     out.push_back(Pack{ticket, sharing_group, slot_of(seq), pull, sources_of(*pull)});
   }
 
@@ -457,8 +474,26 @@ struct ProducerMachine::State {
   void record(WaitingReserve& waiting, ProducerActions& out) {
     Consumer& consumer = consumers[waiting.consumer];
     consumer.table = std::move(waiting.table);
-    consumer.serves.resize(std::max(consumer.serves.size(), consumer.table->by_seq.size()));
+    if (consumer.live) choose_table(consumer);
     out.push_back(ReserveReply{waiting.consumer, waiting.incarnation, {}});
+  }
+
+  // What of its announcement the running sync has.
+  void choose_table(Consumer& consumer) {
+    consumer.running = consumer.table;
+    if (consumer.table == nullptr) return;
+    if (!names.empty()) {
+      Part& part = parts[consumer.table.get()];
+      if (part.part == nullptr) {
+        std::vector<PullDescription> pulls;
+        for (const auto& pull : consumer.table->by_seq) pulls.push_back(*pull);
+        auto table = std::make_shared<PullTable>();
+        for (PullDescription& pull : restrict_pulls(pulls, names)) table->add(std::move(pull));
+        part = {consumer.table, std::move(table)};
+      }
+      consumer.running = part.part;
+    }
+    consumer.serves.resize(std::max(consumer.serves.size(), consumer.running->by_seq.size()));
   }
 
   Status check_settings(std::uint32_t consumer, std::uint32_t ring_depth, std::uint32_t num_consumers,
@@ -504,9 +539,7 @@ struct ProducerMachine::State {
                                     tables.metadata[key.name].name, me(), pull.group));
         }
       }
-      table.seq_of.emplace(PullTable::key(pull.chunk_id, pull.run),
-                           static_cast<std::uint32_t>(table.by_seq.size()));
-      table.by_seq.push_back(std::make_shared<const PullDescription>(pull));
+      table.add(pull);
     }
     return {};
   }
@@ -611,7 +644,7 @@ struct ProducerMachine::State {
     leave_sync(consumer, why, out);
     drops.stale_incarnation += state.early.size();
     state.early = {};
-    state.table = nullptr;
+    state.table = state.running = nullptr;
     stop_reading_all(consumer);
   }
 
@@ -670,8 +703,13 @@ struct ProducerMachine::State {
       return no(StatusCode::kFailedPrecondition,
                 fmt::format("{} is not live in sync {}", worker_name(pull.consumer), sync_id));
     }
-    const PullDescription* known = consumer.table->find(pull.chunk, pull.run);
+    const PullDescription* known = consumer.running->find(pull.chunk, pull.run);
     if (known == nullptr) {
+      if (consumer.table->find(pull.chunk, pull.run) != nullptr) {
+        return no(StatusCode::kFailedPrecondition,
+                  fmt::format("chunk {} run {} of {} has none of the names of sync {}", pull.chunk, pull.run,
+                              worker_name(pull.consumer), sync_id));
+      }
       return no(StatusCode::kNotFound, fmt::format("{} has not announced chunk {} run {}",
                                                    worker_name(pull.consumer), pull.chunk, pull.run));
     }
@@ -809,8 +847,6 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
   if (sync_id <= s.sync_id) {
     return wrong_state(fmt::format("{}: sync {} is not after sync {}", s.me(), sync_id, s.sync_id));
   }
-  if (!names.empty())
-    return Status(StatusCode::kUnimplemented, fmt::format("sync {}: only a part of the names", sync_id));
   if (live.empty()) return bad_argument(fmt::format("sync {}: the live set is empty", sync_id));
   for (std::size_t i = 0; i < live.size(); ++i) {
     if (live[i] >= s.tables.num_consumers) {
@@ -822,6 +858,9 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
           fmt::format("sync {}: the live set is not ascending: {} after {}", sync_id, live[i], live[i - 1]));
     }
   }
+  if (Status status = check_name_set(names, s.tables.metadata.size()); !status.ok())
+    return status.with_context(fmt::format("sync {}", sync_id));
+  const std::vector<bool> visited = listed_groups(names, s.tables);
   for (std::size_t i = 0; i < groups.size(); ++i) {
     if (groups[i] >= s.groups.size() || s.groups[groups[i]].held.empty()) {
       return bad_argument(fmt::format("sync {}: {} does not own group {}", sync_id, s.me(), groups[i]));
@@ -830,6 +869,8 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
       return bad_argument(
           fmt::format("sync {}: groups are not ascending: {} after {}", sync_id, groups[i], groups[i - 1]));
     }
+    if (!visited[groups[i]])
+      return bad_argument(fmt::format("sync {}: no name of group {} is listed", sync_id, groups[i]));
   }
 
   s.fail_sync(
@@ -839,6 +880,11 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
 
   s.sync_id = sync_id;
   s.version = version;
+  s.names = names;
+  if (!names.empty() && s.part_names != names) {
+    s.parts.clear();
+    s.part_names = names;
+  }
   s.running = true;
   s.ending = false;
   s.failure = {};
@@ -847,7 +893,9 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
   for (Consumer& consumer : s.consumers) {
     consumer.live = false;
     consumer.serves.clear();
+    consumer.running = nullptr;
   }
+  std::erase_if(s.parts, [](const auto& part) { return part.second.whole.use_count() == 1; });
   for (Ring& ring : s.rings) {
     ring.meetings.clear();
     ring.live_sharers = 0;
@@ -855,7 +903,7 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
   for (const std::uint32_t c : live) {
     s.consumers[c].live = true;
     ++s.rings[c % s.sharing].live_sharers;
-    if (s.consumers[c].table) s.consumers[c].serves.resize(s.consumers[c].table->by_seq.size());
+    s.choose_table(s.consumers[c]);
   }
   for (Group& group : s.groups) {
     group.in_sync = group.published = group.freed = false;
@@ -927,15 +975,20 @@ Status ProducerMachine::publish_group(std::int64_t now_ns, std::uint32_t g, std:
         name < s.tables.metadata.size() ? s.tables.metadata[name].name : fmt::format("name {}", name);
     return piece == 0 ? text : fmt::format("{} piece {}", text, piece - 1);
   };
-  for (std::size_t i = 0; i < std::max(views.size(), group.held.size()); ++i) {
-    if (i < views.size() &&
-        (i >= group.held.size() || std::pair(views[i].name, views[i].piece) < group.held[i])) {
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> wanted = group.held;
+  std::erase_if(wanted, [&](const auto& part) { return !listed(s.names, part.first); });
+  for (std::size_t i = 0; i < std::max(views.size(), wanted.size()); ++i) {
+    if (i < views.size() && (i >= wanted.size() || std::pair(views[i].name, views[i].piece) < wanted[i])) {
       const std::string name = label(views[i].name, views[i].piece);
+      if (!listed(s.names, views[i].name)) {
+        return bad_argument(fmt::format("{}: '{}' is none of the names of sync {}", where, name, s.sync_id),
+                            name);
+      }
       return bad_argument(fmt::format("{}: '{}' is not held here in this group, or given twice", where, name),
                           name);
     }
-    if (i >= views.size() || group.held[i] < std::pair(views[i].name, views[i].piece)) {
-      const std::string name = label(group.held[i].first, group.held[i].second);
+    if (i >= views.size() || wanted[i] < std::pair(views[i].name, views[i].piece)) {
+      const std::string name = label(wanted[i].first, wanted[i].second);
       return bad_argument(fmt::format("{}: '{}' is held here but missing", where, name), name);
     }
     const PublishedView& view = views[i];
@@ -970,7 +1023,7 @@ Status ProducerMachine::publish_group(std::int64_t now_ns, std::uint32_t g, std:
   --s.unpublished;
   s.last_progress_ns = now_ns;
   for (const auto& [consumer, seq] : std::exchange(group.parked_mapped, {})) {
-    const PullDescription& pull = *s.consumers[consumer].table->by_seq[seq];
+    const PullDescription& pull = *s.consumers[consumer].running->by_seq[seq];
     s.answer(now_ns, consumer, seq, s.mapped_ready(pull), out);
   }
   const auto meetings = group.meetings;
@@ -1109,7 +1162,7 @@ void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const
   }
   const PullDescription* known = consumer.table->find(pull.chunk, pull.run);
   if (pull.sync_id > s.sync_id) {
-    if (known == nullptr || known->seq != pull.seq) {
+    if (known == nullptr || pull.seq > known->seq) {  // in a sync of some names it comes earlier
       return no(StatusCode::kNotFound,
                 fmt::format("{} has not announced chunk {} run {} with seq {}", worker_name(pull.consumer),
                             pull.chunk, pull.run, pull.seq));
@@ -1149,7 +1202,10 @@ void ProducerMachine::pack_done(std::int64_t now_ns, std::uint64_t ticket, const
   Ring& ring = s.rings[pack.sharing_group];
   Slot& slot = ring.slots[pack.slot];
   slot.ticket = 0;
-  if (status.ok()) ++s.packs_done;
+  if (status.ok()) {
+    ++s.packs_done;
+    s.bytes_packed += pack.bytes;
+  }
 
   if (!s.running || pack.sync_id != s.sync_id) {  // its sync is over
     if (!s.shut) s.try_all_packs(pack.sharing_group, out);
@@ -1173,7 +1229,7 @@ void ProducerMachine::pack_done(std::int64_t now_ns, std::uint64_t ticket, const
   slot.sums = std::move(sums);
   slot.readers = arrived;
   for (const std::uint32_t consumer : arrived) {
-    const PullDescription& pull = *s.consumers[consumer].table->by_seq[pack.seq];
+    const PullDescription& pull = *s.consumers[consumer].running->by_seq[pack.seq];
     s.answer(now_ns, consumer, pack.seq, State::packed_ready(pull, pack.slot, slot), out);
   }
   s.maybe_free(pack.group, out);
@@ -1336,6 +1392,9 @@ const DropCounters& ProducerMachine::drops() const {
 }
 std::uint64_t ProducerMachine::packs() const {
   return state_->packs_done;
+}
+std::uint64_t ProducerMachine::bytes_packed() const {
+  return state_->bytes_packed;
 }
 
 }  // namespace shardpull

@@ -43,7 +43,9 @@ struct ReserveReply {
   Status status;
 };
 // Gather `pull`'s keys into the slot, packed from 0. `sources` has one location per distinct (name, piece),
-// in order of first use among the keys. Answer with pack_done(). `pull` stays valid until then.
+// in order of first use among the keys. Answer with pack_done(). `pull` stays valid until then, and is the
+// same object in every sync of the same names until the consumer announces anew or a sync of other names
+// runs.
 struct Pack {
   std::uint64_t ticket = 0;
   std::uint32_t sharing_group = 0, slot = 0;
@@ -115,9 +117,9 @@ class ProducerMachine {
                     const std::vector<std::uint32_t>& live, const std::vector<std::uint32_t>& groups,
                     const NameSet& names, ProducerActions& out);
   // The bytes are final. `views` has every listed name (or piece) this rank holds of the group, once each,
-  // in any order; it may have none. Refused: not syncing (with the failure when the sync has failed), group not owned or published
-  // twice, a name missing, extra, or with another dtype or shape than the metadata, a view that leaves its
-  // window.
+  // in any order; it may have none. Refused: not syncing (with the failure when the sync has failed), group
+  // not owned or published twice, a name missing, extra, or with another dtype or shape than the metadata, a
+  // view that leaves its window.
   Status publish_group(std::int64_t now_ns, std::uint32_t group, std::vector<PublishedView> views,
                        ProducerActions& out);
   // A life of this consumer is up: messages of any other are refused from now on. Call for every member-up
@@ -170,7 +172,8 @@ class ProducerMachine {
   std::vector<std::uint32_t> unfreed() const;  // published and not freed, ascending
   std::vector<std::uint32_t> live() const;
   const DropCounters& drops() const;
-  std::uint64_t packs() const;  // packs performed, all syncs (replicas share one)
+  std::uint64_t packs() const;         // packs performed, all syncs (replicas share one)
+  std::uint64_t bytes_packed() const;  // by them, padding between keys included
 
  private:
   struct State;
