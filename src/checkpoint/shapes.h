@@ -12,9 +12,10 @@
 
 namespace shardpull {
 
-// tiny: the same structure with hidden size 64 and a few layers, for tests. scaled: the real vocabulary and proportions cut
-// to between 90 MB and 2 GB, for benchmarks on one machine. full: the published model; names, shapes and dtypes are enough to
-// plan with.
+// tiny: the same structure with hidden size 64 and a few layers, for tests. scaled: the real vocabulary and
+// proportions cut to between 90 MB and 2 GB, for benchmarks on one machine. full: the published model; names,
+// shapes and dtypes are enough to plan with. deepseek-v3 is in BF16, without the scales that its published
+// checkpoint has.
 enum class ShapeSize : std::uint8_t { kTiny, kScaled, kFull };
 std::string_view to_string(ShapeSize size);
 
@@ -23,10 +24,12 @@ struct ShapeSpec {
   std::string key;
   ShapeSize size = ShapeSize::kTiny;
 };
-// Parses KEY:SIZE. Refused (INVALID_ARGUMENT): anything else, naming the accepted form, the known keys and the sizes.
+// Parses KEY:SIZE. Refused (INVALID_ARGUMENT): anything else, naming the accepted form, the known keys and
+// the sizes.
 Result<ShapeSpec> parse_shape_spec(std::string_view text);
 
-// What may be changed about a shape. Refused where the family has no such thing (bert: tied, kv_heads).
+// What may be changed about a shape. Refused where the family has no such thing (bert: tied, kv_heads;
+// deepseek_v3: kv_heads).
 struct ShapeOverrides {
   std::optional<std::int64_t> vocab;     // 1 .. 2^31 - 1
   std::optional<std::int64_t> layers;    // 1 .. 10,000
@@ -50,8 +53,8 @@ struct ModelShape {
   std::uint64_t total_bytes = 0;    // of all tensors
 };
 
-// Config and tensors of one shape. INVALID_ARGUMENT: an unknown key (the known ones are listed), an override out of range.
-// UNIMPLEMENTED: a key whose family does not exist yet, by name.
+// Config and tensors of one shape. INVALID_ARGUMENT: an unknown key (the known ones are listed), an override
+// out of range. UNIMPLEMENTED: a key whose family does not exist yet, by name.
 Result<ModelShape> shape_config(const ShapeSpec& spec, const ShapeOverrides& overrides = {});
 
 }  // namespace shardpull
