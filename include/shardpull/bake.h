@@ -32,27 +32,44 @@ struct Scatter {
   DType wire_dtype = DType::kF32;
   Slice slice;
   std::vector<std::int64_t> shape;  // the chain's result shape
-  std::string chain;                // for people
+  std::string chain;                // how to get there from the tensor: ".narrow(0, 512, 512)"
   Destination destination;
+  friend bool operator==(const Scatter&, const Scatter&) = default;
 };
 
 // A destination window that takes no source: zeroed when its module is materialised, before its first
 // scatter.
 struct Fill {
   Destination destination;
+  friend bool operator==(const Fill&, const Fill&) = default;
 };
 
+// A parameter that owns its storage.
 struct RecordedParameter {
   std::uint32_t module = 0;  // index into Recording::modules
   std::string name;          // "weight"
   DType dtype = DType::kF32;
   std::vector<std::int64_t> shape, stride;
+  bool optional = false;           // a buffer: Parameter::optional
+  std::vector<std::byte> initial;  // a buffer's bytes before anything feeds it; empty: none given
+  friend bool operator==(const RecordedParameter&, const RecordedParameter&) = default;
+};
+
+// Another name and shape for a parameter's storage: Module::add_alias.
+struct RecordedAlias {
+  std::uint32_t module = 0;     // the alias's own, index into Recording::modules
+  std::string name;
+  std::uint32_t parameter = 0;  // whose storage it is, index into Recording::parameters
+  std::vector<std::int64_t> shape;
+  friend bool operator==(const RecordedAlias&, const RecordedAlias&) = default;
 };
 
 struct RecordedModule {
   std::string name, type;
   bool baked = false;  // the union of what is written covers it; false for a module that nothing writes into
   bool has_post_process = false;
+  std::vector<std::string> aliases;  // its other paths (Model::add_module_alias), ascending
+  friend bool operator==(const RecordedModule&, const RecordedModule&) = default;
 };
 
 // What to do with a live name that did not bake.
@@ -69,8 +86,10 @@ struct BakeOptions {
 // recording order. Scatters and fills are those of baked modules only. No two destinations of one parameter
 // overlap, fills included, so that they may run in any order.
 struct Recording {
+  std::string metadata;  // digest of the names, dtypes and shapes that `name` indices are of, 32 hex digits
   std::vector<RecordedModule> modules;
   std::vector<RecordedParameter> parameters;
+  std::vector<RecordedAlias> aliases;
   std::vector<Scatter> scatters;
   std::vector<Fill> fills;
   std::vector<std::uint32_t> live;       // names whose copy fired, ascending
@@ -78,6 +97,7 @@ struct Recording {
   std::vector<std::uint32_t> unbaked;    // live names that feed a module which did not bake (policy fallback)
   std::vector<std::string> conversions;  // "name F32 -> module.param BF16", one line each
   std::vector<std::string> unused_reasons;  // parallel to `dead`
+  friend bool operator==(const Recording&, const Recording&) = default;
 };
 
 // Bakes. The model is left exactly as it was, also on error. Refused (reason kBakeFailed, or the loader's

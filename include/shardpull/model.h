@@ -53,6 +53,9 @@ class ParameterView {
   // by the sink.
   Result<ParameterView> as_strided(std::int64_t offset, std::vector<std::int64_t> shape,
                                    std::vector<std::int64_t> stride) const;
+  // The same over another dtype, all numbers in its elements.
+  Result<ParameterView> as_strided(DType dtype, std::int64_t offset, std::vector<std::int64_t> shape,
+                                   std::vector<std::int64_t> stride) const;
 
   // The sink. Shapes must be equal once leading 1s of the destination are dropped; no broadcasting. When
   // `source` is fake the copy is recorded, when it is real the bytes move at once. Another dtype than the
@@ -65,6 +68,7 @@ class ParameterView {
   Status zero_() const;
 
  private:
+  friend class Module;
   friend class Parameter;
   ParameterView(Parameter* parameter, DType dtype, std::vector<std::int64_t> shape,
                 std::vector<std::int64_t> stride, std::int64_t offset)
@@ -130,6 +134,8 @@ class Parameter {
   // Regions that no source feeds and that are never "missing" (vocabulary rows up to a multiple of 64).
   // Filled with zero bytes on every sync and on every eager load: the documented padding policy.
   const std::vector<Region>& padding() const { return padding_; }
+  // What materialise writes into a buffer. Empty: the fill.
+  const std::vector<std::byte>& initial() const { return initial_; }
 
  private:
   friend class Module;
@@ -156,6 +162,8 @@ class Module {
   Model& model() const { return *model_; }
   // Those that own storage, in the order they were added.
   const std::vector<std::unique_ptr<Parameter>>& parameters() const { return parameters_; }
+  // Those that are another view of some parameter's storage, in the order they were added.
+  const std::vector<std::unique_ptr<Parameter>>& aliases() const { return aliases_; }
   Parameter* find(std::string_view parameter) const;  // aliases too; null when absent
 
   // Adds a parameter that some source must feed. Contiguous. `loader` null = default loader. Refused: a
@@ -174,6 +182,9 @@ class Module {
   Result<Parameter*> add_alias(std::string name, Parameter& target, std::vector<std::int64_t> shape);
   // Declares rows [first, end) of dim 0 as padding.
   Status declare_padding_rows(std::string_view parameter, std::int64_t first, std::int64_t end);
+  // Declares a window of the parameter (offset and strides in its elements) as padding. Refused: one that lies
+  // outside the parameter or overlaps itself, and as above.
+  Status declare_padding(std::string_view parameter, Region region);
   void set_post_process(PostProcess hook) { post_process_ = std::move(hook); }
   const PostProcess& post_process() const { return post_process_; }
 
@@ -227,6 +238,8 @@ class Model {
   Status add_module_alias(std::string alias, Module& target);
   const std::vector<std::unique_ptr<Module>>& modules() const { return modules_; }
   Module* find_module(std::string_view name) const;  // null when absent
+  // The other paths of modules, ascending.
+  std::vector<std::pair<std::string, Module*>> module_aliases() const;
 
   // Gives every parameter memory: one allocation a parameter, filled with `fill` (buffers with their initial
   // bytes), with `guard_bytes` of the same fill before and after. Called again it is a no-op.

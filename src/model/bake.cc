@@ -27,6 +27,7 @@
 #include "model/coverage.h"
 #include "model/describe.h"
 #include "model/recorder.h"
+#include "tensor/metadata_digest.h"
 
 namespace shardpull {
 namespace {
@@ -202,6 +203,8 @@ class BakeRecorder final : public Recorder {
   // Ends the recording: handles of this bake's fakes may outlive it, and what they copy is refused from now
   // on.
   void close() { model_ = nullptr; }
+  // The index of a parameter that owns its storage.
+  std::uint32_t index_of(const Parameter& parameter) const { return index_.at(&parameter); }
   // Lets go of the recorded tensors, which hold this recorder.
   void release() { writes.clear(); }
 
@@ -383,6 +386,7 @@ Destination destination_of(const Write& write, std::uint32_t parameter) {
 Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::vector<TensorMeta>& metadata,
                         const BakeOptions& options) {
   Recording recording;
+  recording.metadata = to_string(metadata_digest(metadata));
   std::set<std::string, std::less<>> names;
   for (const TensorMeta& meta : metadata) names.insert(meta.name);
 
@@ -393,15 +397,22 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
   std::string first_unfed;
   for (const auto& module : model.modules()) {
     recording.modules.push_back(
-        {module->name(), module->type(), false, static_cast<bool>(module->post_process())});
+        {module->name(), module->type(), false, static_cast<bool>(module->post_process()), {}});
+    for (const auto& alias : module->aliases()) {
+      recording.aliases.push_back(
+          {module->index(), alias->name(), recorder.index_of(alias->storage()), alias->shape()});
+    }
+  }
+  for (auto& [path, module] : model.module_aliases()) {
+    recording.modules[module->index()].aliases.push_back(std::move(path));
   }
   std::vector<bool> written(model.modules().size(), false);
   for (std::uint32_t p = 0; p < recorder.parameters.size(); ++p) {
     Parameter& parameter = *recorder.parameters[p];
     const std::uint32_t module = parameter.module().index();
     std::vector<std::string>& problems = recorder.problems[module];
-    recording.parameters.push_back(
-        {module, parameter.name(), parameter.dtype(), parameter.shape(), parameter.stride()});
+    recording.parameters.push_back({module, parameter.name(), parameter.dtype(), parameter.shape(),
+                                    parameter.stride(), parameter.optional(), parameter.initial()});
 
     std::vector<Write>& writes = recorder.writes[p];
     if (parameter.optional() && writes.empty()) continue;  // a buffer that nothing feeds is left alone

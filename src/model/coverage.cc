@@ -4,11 +4,10 @@
 #include <limits>
 #include <numeric>
 
+#include "base/checked.h"
+
 namespace shardpull {
 namespace {
-
-// Above this many runs in one question a bitmap is used instead of sorted intervals (16 MiB of them).
-constexpr std::int64_t kMaxSortedRuns = std::int64_t{1} << 20;
 
 template <typename Visit>  // visit(begin, end) in no particular order
 void for_each_run(const BitWindow& window, const Visit& visit) {
@@ -147,6 +146,25 @@ bool windows_disjoint_by_bitmap(const std::vector<BitWindow>& windows) {
 }
 
 }  // namespace
+
+std::optional<std::int64_t> extent_of(const std::vector<std::int64_t>& shape,
+                                      const std::vector<std::int64_t>& stride) {
+  std::int64_t extent = 1;
+  bool empty = false;
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    if (shape[d] < 0 || stride[d] < 0) return std::nullopt;
+    if (shape[d] == 0) {
+      empty = true;
+      continue;
+    }
+    const auto span = checked_mul<std::int64_t>(shape[d] - 1, stride[d]);
+    if (!span) return std::nullopt;
+    const auto sum = checked_add<std::int64_t>(extent, *span);
+    if (!sum) return std::nullopt;
+    extent = *sum;
+  }
+  return empty ? 0 : extent;
+}
 
 std::int64_t BitWindow::run_count() const {
   if (empty()) return 0;

@@ -36,6 +36,13 @@ struct BitWindow {
   std::int64_t end() const;  // past the last bit
 };
 
+// Above this many runs in one question a bitmap is used instead of sorted intervals (16 MiB of them).
+inline constexpr std::int64_t kMaxSortedRuns = std::int64_t{1} << 20;
+
+// Elements from the first to past the last of a window, or nothing on overflow or a negative number.
+std::optional<std::int64_t> extent_of(const std::vector<std::int64_t>& shape,
+                                      const std::vector<std::int64_t>& stride);
+
 // offset, shape and stride in elements of `dtype`. Strides are not negative.
 BitWindow bit_window(DType dtype, std::int64_t offset, const std::vector<std::int64_t>& shape,
                      const std::vector<std::int64_t>& stride);

@@ -23,26 +23,6 @@ Status refused(StatusCode code, Reason reason, std::string message, std::string 
   return Status(code, std::move(message), ErrorInfo{.reason = reason, .tensor = std::move(tensor)});
 }
 
-// Elements from the first to past the last of a window, or nothing on overflow or a negative number.
-std::optional<std::int64_t> extent_of(const std::vector<std::int64_t>& shape,
-                                      const std::vector<std::int64_t>& stride) {
-  std::int64_t extent = 1;
-  bool empty = false;
-  for (std::size_t d = 0; d < shape.size(); ++d) {
-    if (shape[d] < 0 || stride[d] < 0) return std::nullopt;
-    if (shape[d] == 0) {
-      empty = true;
-      continue;
-    }
-    const auto span = checked_mul<std::int64_t>(shape[d] - 1, stride[d]);
-    if (!span) return std::nullopt;
-    const auto sum = checked_add<std::int64_t>(extent, *span);
-    if (!sum) return std::nullopt;
-    extent = *sum;
-  }
-  return empty ? 0 : extent;
-}
-
 Region region_of(const ParameterView& view) {
   Region region;
   region.offset = view.offset();
@@ -137,13 +117,19 @@ Result<ParameterView> ParameterView::index(std::vector<IndexItem> items) const {
 
 Result<ParameterView> ParameterView::as_strided(std::int64_t offset, std::vector<std::int64_t> shape,
                                                 std::vector<std::int64_t> stride) const {
+  return as_strided(dtype_, offset, std::move(shape), std::move(stride));
+}
+
+Result<ParameterView> ParameterView::as_strided(DType dtype, std::int64_t offset,
+                                                std::vector<std::int64_t> shape,
+                                                std::vector<std::int64_t> stride) const {
   if (shape.size() != stride.size() || shape.size() > static_cast<std::size_t>(kMaxDims)) {
     return refused(
         StatusCode::kInvalidArgument, Reason::kBadArgument,
         "as_strided of " + to_string() + ": shape " + describe(shape) + " with stride " + describe(stride),
         parameter_->full_name());
   }
-  return ParameterView(parameter_, dtype_, std::move(shape), std::move(stride), offset);
+  return ParameterView(parameter_, dtype, std::move(shape), std::move(stride), offset);
 }
 
 Status ParameterView::check_region() const {
@@ -424,6 +410,24 @@ Status Module::declare_padding_rows(std::string_view parameter, std::int64_t fir
   for (std::size_t d = 0; d < target->shape_.size(); ++d) {
     region.dims.push_back({d == 0 ? end - first : target->shape_[d], target->stride_[d]});
   }
+  return declare_padding(parameter, std::move(region));
+}
+
+Status Module::declare_padding(std::string_view parameter, Region region) {
+  Parameter* const target = find(parameter);
+  if (target == nullptr || target->is_alias()) {
+    return refused(StatusCode::kNotFound, Reason::kBadArgument,
+                   name_ + " has no parameter " + std::string(parameter), name_);
+  }
+  SHARDPULL_REQUIRE_OPEN(*model_, target->full_name());
+  std::vector<std::int64_t> shape, stride;
+  for (const Dim& dim : region.dims) {
+    shape.push_back(dim.size);
+    stride.push_back(dim.stride);
+  }
+  SHARDPULL_ASSIGN_OR_RETURN(const ParameterView window,
+                             target->data().as_strided(region.offset, std::move(shape), std::move(stride)));
+  SHARDPULL_RETURN_IF_ERROR(window.check_region().with_context("padding"));
   if (region.numel() > 0) target->padding_.push_back(std::move(region));
   return {};
 }
@@ -484,6 +488,14 @@ Status Model::add_module_alias(std::string alias, Module& target) {
 Module* Model::find_module(std::string_view name) const {
   const auto found = by_name_.find(name);
   return found == by_name_.end() ? nullptr : found->second;
+}
+
+std::vector<std::pair<std::string, Module*>> Model::module_aliases() const {
+  std::vector<std::pair<std::string, Module*>> aliases;
+  for (const auto& [path, module] : by_name_) {
+    if (path != module->name()) aliases.emplace_back(path, module);
+  }
+  return aliases;
 }
 
 Status Model::materialise(std::byte fill, std::uint64_t guard_bytes) {
