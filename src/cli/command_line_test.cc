@@ -25,10 +25,15 @@ Notice notice(const std::vector<std::string>& words) {
 // Goal: what the launcher hands to a process is what it was given, for every setting.
 TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   FleetArguments fleet;
-  fleet.trainer.pp = 3;
+  fleet.trainer.layout = {.pp = 3, .ep = 2, .fsdp = 4};
+  fleet.trainer.publish = PublishMode::kGather;
+  fleet.chunk_split = 3;
+  fleet.pull_split = 5;
+  fleet.names = {"model.layers.0.*", "lm_head.weight"};
   fleet.inference.tp = 4;
   fleet.inference.pp = 2;
   fleet.inference.dp = 2;
+  fleet.inference.ep = 8;
   fleet.inference.replicas = 5;
   fleet.lookahead = 0;
   fleet.ring_depth = 7;
@@ -48,15 +53,28 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   }
   const auto read = parsed<TrainerArguments>(words);
   EXPECT_EQ(read.fleet.trainer, fleet.trainer);
-  EXPECT_EQ(to_string(read.fleet.inference), "tp=4,pp=2,dp=2,replicas=5");
+  EXPECT_EQ(to_string(read.fleet.inference), "tp=4,pp=2,dp=2,ep=8,replicas=5");
   EXPECT_EQ(to_flags(read.fleet), to_flags(fleet));
   EXPECT_EQ(read.fleet.max_chunk_bytes, fleet.max_chunk_bytes);
   EXPECT_EQ(read.fleet.export_pack_limit_bytes, 0u);
   EXPECT_EQ(read.fleet.path, PathChoice::kMapped);
+  EXPECT_EQ(read.fleet.chunk_split, 3u);
+  EXPECT_EQ(read.fleet.pull_split, 5u);
+  EXPECT_EQ(read.fleet.names, fleet.names);
   EXPECT_EQ(read.fleet.connect_timeout_ns, fleet.connect_timeout_ns);
   EXPECT_EQ(read.fleet.stall_timeout_ns, fleet.stall_timeout_ns);
   EXPECT_EQ(to_flags(read.versions), to_flags(versions));
   EXPECT_EQ(read.rank, 2u);
+}
+
+TEST(CommandLine, LayoutFileReplacesTheWords) {
+  FleetArguments fleet;
+  fleet.trainer.file = "ranks.json";
+  std::vector<std::string> words = {"trainer", "--rank", "7", "--model", "m", "--fleet-dir", "d"};
+  const auto flags = to_flags(fleet);
+  words.insert(words.end(), flags.begin(), flags.end());
+  EXPECT_EQ(parsed<TrainerArguments>(words).fleet.trainer, fleet.trainer);
+  EXPECT_EQ(notice({"sync", "--model", "m", "--trainer", "pp=2", "--trainer-layout", "f"}).exit_code, kExitUsage);
 }
 
 TEST(CommandLine, DefaultsAreThoseOfTheLibrary) {

@@ -144,7 +144,9 @@ TEST(Layouts, FsdpRowsAreTorchChunks) {
     EXPECT_THAT(held.whole, ElementsAre(2u));
     ASSERT_EQ(held.pieces.size(), r < 3 ? 2u : 1u);
     EXPECT_EQ(held.pieces[0], (Piece{0, Box{{3 * r, 0}, {a[r], 2}}, r}));
-    if (r < 3) EXPECT_EQ(held.pieces[1], (Piece{1, Box{{r, 0}, {1, 2}}, r}));
+    if (held.pieces.size() > 1) {
+      EXPECT_EQ(held.pieces[1], (Piece{1, Box{{r, 0}, {1, 2}}, r}));
+    }
   }
 }
 

@@ -18,6 +18,7 @@ struct TrainerSide {
   TrainerLayout layout;
   std::string file;  // a layout file instead of `layout`; empty: none
   PublishMode publish = PublishMode::kAuto;
+  friend bool operator==(const TrainerSide&, const TrainerSide&) = default;
 };
 
 // "pp=2,fsdp=4", or "FILE" of a layout file.

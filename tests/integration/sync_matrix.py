@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import subprocess
 
 from fleet_testing import PYTHON, SOURCE_DIR
@@ -14,43 +15,79 @@ FAMILIES = {
     "qwen2-tied": ("qwen2-0.5b:tiny", ("--tied",)),
     "qwen3": ("qwen3-8b:tiny", ("--untied",)),
     "qwen3-tied": ("qwen3-0.6b:tiny", ("--tied",)),
+    "qwen3_moe": ("qwen3-30b-a3b:tiny", ()),
+    "deepseek_v3": ("deepseek-v3:tiny", ()),
     "bert": ("minilm:tiny", ()),
 }
 
 AXES = {
     "family": tuple(FAMILIES),
     "vocab": (100, 1024),
-    "trainer": ("pp=1", "pp=2", "pp=3"),
-    "inference": ("tp=1", "tp=2", "tp=4", "tp=2,pp=2"),
+    "trainer": ("pp=1", "pp=2", "pp=3", "ep=2", "fsdp=2", "fsdp=3", "fsdp=8", "pp=2,ep=2", "pp=2,fsdp=2"),
+    "inference": ("tp=1", "tp=2", "tp=4", "ep=2", "ep=4", "tp=2,dp=2,ep=4", "tp=2,pp=2", "tp=2,replicas=2", "tp=1,replicas=3"),
+    "publish": ("gather", "resident"),
     "path": ("packed", "mapped"),
     "lookahead": (0, 1, 3),
     "ring_depth": (1, 2, 4),
+    "split": ((1, 1), (3, 1), (1, 2), (2, 3)),
 }
 
 
 def legal(point):
-    """The BERT family has no pipeline stages; it is tried on one and two ranks."""
-    return point["family"] != "bert" or point["inference"] in ("tp=1", "tp=2")
+    """The BERT family has neither pipeline stages nor experts; it is tried on tp alone."""
+    return point["family"] != "bert" or point["inference"] in ("tp=1", "tp=2", "tp=2,replicas=2", "tp=1,replicas=3")
 
 
-def every_point():
-    for values in itertools.product(*AXES.values()):
-        point = dict(zip(AXES, values))
+def full_points(fixed=("vocab", "lookahead", "ring_depth", "split")):
+    """Every combination of the other axes; those in `fixed` take a value from each point's own place in the list."""
+    free = [axis for axis in AXES if axis not in fixed]
+    for number, values in enumerate(itertools.product(*(AXES[axis] for axis in free))):
+        point = dict(zip(free, values))
+        draw = random.Random(number)
+        point.update({axis: draw.choice(AXES[axis]) for axis in fixed})
         if legal(point):
-            yield point
+            yield {axis: point[axis] for axis in AXES}
+
+
+def settings_points():
+    """Every combination of the settings of one process, over whole tensors; publishing and splits take turns."""
+    few = dict(
+        AXES,
+        family=tuple(family for family in FAMILIES if family not in ("qwen3_moe", "deepseek_v3")),
+        trainer=("pp=1", "pp=2", "pp=3"),
+        inference=("tp=1", "tp=2", "tp=4", "tp=2,pp=2"),
+        publish=("gather",),
+        split=((1, 1),),
+    )
+    for number, values in enumerate(itertools.product(*few.values())):
+        point = dict(zip(few, values))
+        if legal(point):
+            draw = random.Random(number)
+            yield dict(point, publish=draw.choice(AXES["publish"]), split=draw.choice(AXES["split"]))
 
 
 def pairwise_points():
-    """A small part of every_point() in which each legal pair of settings occurs: greedy, the same every time."""
+    """A small set of points in which each legal pair of settings occurs: greedy among random ones, the same every time."""
 
     def pairs(point):
         return {((a, point[a]), (b, point[b])) for a, b in itertools.combinations(AXES, 2)}
 
-    points = list(every_point())
-    missing = set().union(*map(pairs, points))
+    draw = random.Random(1)
+    missing = set()
+    for a, b in itertools.combinations(AXES, 2):
+        for x, y in itertools.product(AXES[a], AXES[b]):
+            if a == "family" and b == "inference" and not legal({a: x, b: y}):
+                continue
+            missing.add(((a, x), (b, y)))
     chosen = []
     while missing:
-        best = max(points, key=lambda point: len(pairs(point) & missing))
+        wanted = dict(min(missing, key=str))
+        tries = []
+        while len(tries) < 60:
+            point = {axis: wanted.get(axis, draw.choice(values)) for axis, values in AXES.items()}
+            if legal(point):
+                tries.append(point)
+        best = max(tries, key=lambda point: len(pairs(point) & missing))
         chosen.append(best)
         missing -= pairs(best)
     return chosen
@@ -72,15 +109,14 @@ def model_of(test, point, cache):
 def run_point(test, point, model, syncs, *flags):
     return test.run_command(
         "sync", "--model", model, "--trainer", point["trainer"], "--inference", point["inference"], "--path", point["path"],
+        "--publish", point["publish"], "--chunk-split", point["split"][0], "--pull-split", point["split"][1],
         "--lookahead", point["lookahead"], "--ring-depth", point["ring_depth"], "--syncs", syncs, "--verify", "--json", *flags)
 
 
 def workers_of(inference):
-    words = dict(word.split("=") for word in inference.split(","))
-    count = 1
-    for value in words.values():
-        count *= int(value)
-    return count
+    words = {key: int(value) for key, value in (word.split("=") for word in inference.split(","))}
+    tp = words.get("tp", words.get("ep", 1) // words.get("dp", 1))
+    return tp * words.get("pp", 1) * words.get("dp", 1) * words.get("replicas", 1)
 
 
 def compare_dumps(model, inference, version, dumps):

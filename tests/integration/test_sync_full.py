@@ -1,21 +1,27 @@
 """The whole matrix of settings: every point exact. Takes long; test_sync.py runs a part in which every pair occurs."""
 
 # ctest-label: full
-# ctest-timeout: 10800
+# ctest-timeout: 21600
 # ctest-processors: 2
 
 import shutil
 import unittest
 
 from fleet_testing import FleetTest, has_numpy
-from sync_matrix import compare_dumps, describe, every_point, model_of, run_point
+from sync_matrix import compare_dumps, describe, full_points, model_of, run_point, settings_points
 
 
 class FullMatrix(FleetTest):
-    def test_every_point_is_exact(self):
+    def test_every_layout_is_exact(self):
+        self.run_points(full_points())
+
+    def test_every_setting_is_exact(self):
+        self.run_points(settings_points())
+
+    def run_points(self, points):
         cache = {}
         numpy = has_numpy()
-        for number, point in enumerate(every_point()):
+        for number, point in enumerate(points):
             with self.subTest(describe(point)):
                 model = model_of(self, point, cache)
                 dumps = self.directory / "dump"
