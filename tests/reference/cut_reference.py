@@ -175,6 +175,15 @@ def stage_layers(layers, stage, stages):
     return range(first, first + counts[stage])
 
 
+def expert_block(experts, rank, ranks):
+    """Whole experts, dealt out in blocks; the first ranks get one more while some are left over."""
+    counts = [experts // ranks + (1 if r < experts % ranks else 0) for r in range(ranks)]
+    if 0 in counts:
+        raise Unusable(f"{experts} experts on {ranks} ranks")
+    first = sum(counts[:rank])
+    return range(first, first + counts[rank])
+
+
 # --- what a worker holds: name -> Array ---
 
 
@@ -188,6 +197,9 @@ class Worker:
         # Numbered replica, data-parallel rank, stage, tensor-parallel rank, the last one fastest.
         self.rank = worker % self.tp
         self.stage = worker // self.tp % self.pp
+        # Experts are spread over all ranks of a stage, or over none.
+        self.ep = layout["ep"]
+        self.ep_rank = worker // (self.tp * self.pp) % layout["dp"] * self.tp + self.rank if self.ep > 1 else 0
         named = [part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype")]
         named = [name for name in named if name not in (None, "auto")] or ["float32"]
         self.dtype = dtype or TORCH.get(named[0].removeprefix("torch."))
@@ -264,8 +276,106 @@ class Worker:
         if f"{source}.bias" in self.checkpoint:
             self.put(f"{target}.bias", self.cut(f"{source}.bias", bias))
 
+    def feed_forward(self, s, t):
+        """A gated network under the names s + gate_proj and so on; gate and up may be fused on disk."""
+        for kind in ("weight", "bias"):
+            fused = f"{s}gate_up_proj.{kind}"
+            if fused in self.checkpoint:
+                tensor = self.source(fused)
+                gate, up = np.split(tensor.bits, 2)
+                self.put(f"{t}gate_up_proj.{kind}", Array(tensor.dtype, np.concatenate(
+                    [self.even_rows(gate, fused), self.even_rows(up, fused)])))
+            elif f"{s}gate_proj.{kind}" in self.checkpoint:
+                self.put(f"{t}gate_up_proj.{kind}", self.join(
+                    [self.cut(f"{s}{x}_proj.{kind}", self.even_rows) for x in ("gate", "up")]))
+        self.linear(t + "down_proj", s + "down_proj", self.even_columns, self.whole)
+
+    def experts_of_layer(self, s):
+        """(gate, up, down) of every expert, [I, H] and [H, I], from one tensor each or from stacks of all."""
+        count, hidden = self.expert_count(), self.config["hidden_size"]
+        width = self.config["moe_intermediate_size"]
+
+        def each(shards, rows_of_all, stack, columns):
+            """Per expert the tensors `shards`; `stack` holds them one below the other, maybe transposed."""
+            if s + stack not in self.checkpoint:
+                return [[self.source(f"{s}{e}.{x}.weight").bits for x in shards] for e in range(count)]
+            bits = self.source(s + stack).bits
+            if "Qwen3VLMoeForConditionalGeneration" in self.config["architectures"]:  # has had both orders
+                if rows_of_all == columns:
+                    raise Unusable(f"{s}{stack} is square: its order cannot be told")
+                if list(bits.shape[1:]) == [columns, rows_of_all]:
+                    bits = bits.transpose(0, 2, 1)
+            if list(bits.shape) != [count, rows_of_all, columns]:
+                raise Unusable(f"{s}{stack} has shape {list(bits.shape)}")
+            return [np.split(bits[e], len(shards)) for e in range(count)]
+
+        gate_up = each(["gate_proj", "up_proj"], 2 * width, "gate_up_proj", hidden)
+        down = each(["down_proj"], hidden, "down_proj", width)
+        return [(gate, up, d) for (gate, up), (d,) in zip(gate_up, down)]
+
+    def expert_count(self):
+        return next((self.get(x) for x in ("num_experts", "num_local_experts", "n_routed_experts") if self.get(x) is not None), 0)
+
+    def experts(self, s, t):
+        """w13 and w2 of the worker's experts: whole ones with expert parallelism, a part of each without."""
+        everything = self.experts_of_layer(s + "mlp.experts.")
+        w13, w2 = [], []
+        for expert in expert_block(len(everything), self.ep_rank, self.ep):
+            gate, up, down = everything[expert]
+            if self.ep == 1:
+                gate, up, down = self.even_rows(gate, s), self.even_rows(up, s), self.even_columns(down, s)
+            w13.append(np.concatenate([gate, up]))
+            w2.append(down)
+        self.put(f"{t}mlp.experts.routed_experts.w13_weight", Array(self.dtype, np.stack(w13)))
+        self.put(f"{t}mlp.experts.routed_experts.w2_weight", Array(self.dtype, np.stack(w2)))
+        self.put(f"{t}mlp.gate.weight", self.cut(f"{s}mlp.gate.weight", self.whole))
+
+    def deepseek(self):
+        """Latent attention; dense layers first, then routed and shared experts. Layers past the last one are ignored."""
+        heads, lora = self.config["num_attention_heads"], self.get("q_lora_rank")
+        if heads % self.tp:
+            raise Unusable(f"{heads} heads on {self.tp} ranks")
+        if self.stage == 0 or (self.stage == self.pp - 1 and self.tied):
+            self.put("model.embed_tokens.weight", self.cut("model.embed_tokens.weight", self.vocabulary))
+        for layer in stage_layers(self.config["num_hidden_layers"], self.stage, self.pp):
+            at = f"model.layers.{layer}."
+            a = at + "self_attn."
+
+            def same(name, how, a=a):
+                self.put(f"{a}{name}.weight", self.cut(f"{a}{name}.weight", how))
+
+            if lora is None:
+                same("q_proj", self.even_rows)
+                same("kv_a_proj_with_mqa", self.whole)
+            else:
+                self.put(a + "fused_qkv_a_proj.weight", self.join(
+                    [self.cut(f"{a}{x}.weight", self.whole) for x in ("q_a_proj", "kv_a_proj_with_mqa")]))
+                same("q_a_layernorm", self.whole)
+                same("q_b_proj", self.even_rows)
+            same("kv_a_layernorm", self.whole)
+            same("kv_b_proj", self.even_rows)
+            same("o_proj", self.even_columns)
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                self.put(f"{at}{norm}.weight", self.cut(f"{at}{norm}.weight", self.whole))
+            sparse = layer >= self.config["first_k_dense_replace"] and layer % self.get("moe_layer_freq", 1) == 0
+            if not sparse:
+                self.feed_forward(at + "mlp.", at + "mlp.")
+                continue
+            self.experts(at, at)
+            bias = at + "mlp.gate.e_score_correction_bias"
+            if bias in self.checkpoint:
+                self.put(bias, convert(self.checkpoint.read(bias), "F32"))
+            if self.get("n_shared_experts"):
+                self.feed_forward(at + "mlp.shared_experts.", at + "mlp.shared_experts.")
+        if self.stage == self.pp - 1:
+            self.put("model.norm.weight", self.cut("model.norm.weight", self.whole))
+            if self.tied:
+                self.optional["lm_head.weight"] = self.out["model.embed_tokens.weight"]
+            else:
+                self.put("lm_head.weight", self.cut("lm_head.weight", self.vocabulary))
+
     def decoder(self):
-        """llama, qwen2, qwen3; alone or as the language model of a multimodal checkpoint."""
+        """llama, qwen2, qwen3 and its mixtures of experts; alone or as the language model of a multimodal checkpoint."""
         nested = "model.language_model.embed_tokens.weight" in self.checkpoint
         source, target = ("model.language_model.", "language_model.model.") if nested else ("model.", "model.")
         head = "language_model.lm_head.weight" if nested else "lm_head.weight"
@@ -280,17 +390,12 @@ class Worker:
                 self.put(f"{t}{norm}.weight", self.cut(f"{s}{norm}.weight", self.whole))
             self.attention(t + "self_attn.qkv_proj", [s + f"self_attn.{x}_proj" for x in "qkv"], s + "self_attn.qkv_proj", layer)
             self.linear(t + "self_attn.o_proj", s + "self_attn.o_proj", self.even_columns, self.whole)
-            for kind in ("weight", "bias"):
-                fused = f"{s}mlp.gate_up_proj.{kind}"
-                if fused in self.checkpoint:
-                    tensor = self.source(fused)
-                    gate, up = np.split(tensor.bits, 2)
-                    self.put(f"{t}mlp.gate_up_proj.{kind}", Array(tensor.dtype, np.concatenate(
-                        [self.even_rows(gate, fused), self.even_rows(up, fused)])))
-                elif f"{s}mlp.gate_proj.{kind}" in self.checkpoint:
-                    self.put(f"{t}mlp.gate_up_proj.{kind}", self.join(
-                        [self.cut(f"{s}mlp.{x}_proj.{kind}", self.even_rows) for x in ("gate", "up")]))
-            self.linear(t + "mlp.down_proj", s + "mlp.down_proj", self.even_columns, self.whole)
+            sparse = (self.expert_count() > 0 and layer not in self.get("mlp_only_layers", [])
+                      and (layer + 1) % self.get("decoder_sparse_step", 1) == 0)
+            if sparse and "moe" in self.get("model_type"):
+                self.experts(s, t)
+            else:
+                self.feed_forward(s + "mlp.", t + "mlp.")
         if last:
             self.put(target + "norm.weight", self.cut(source + "norm.weight", self.whole))
             if self.tied:
@@ -325,11 +430,15 @@ class Worker:
 
     def build(self):
         kind = self.get("model_type")  # of the text part, where there is one
-        family = {"bert": self.bert}.get(kind)
+        family = {"bert": self.bert, "qwen3_moe": self.decoder, "qwen3_vl_moe_text": self.decoder}.get(kind)
+        if "DeepseekV3ForCausalLM" in (self.config.get("architectures") or []):
+            family = self.deepseek
         if family is None and any(str(kind).startswith(x) for x in ("llama", "mistral", "qwen2", "qwen3")) and "moe" not in str(kind):
             family = self.decoder
         if family is None:
             raise Unusable(f"this script does not know the model type {kind}")
+        if self.ep > 1 and not self.expert_count():
+            raise Unusable("there are no experts to spread over ranks")
         family()
         return self.out, self.optional
 
@@ -367,12 +476,17 @@ def compare(expected, optional, dump):
 
 
 def parse_layout(text):
-    layout = {"tp": 1, "pp": 1, "dp": 1, "replicas": 1}
+    given = {}
     for part in text.split(","):
         key, _, value = part.partition("=")
-        if key not in layout or not value.isdigit() or int(value) < 1:
-            raise argparse.ArgumentTypeError(f"{part!r}: give tp=2,pp=1[,dp=1][,replicas=1]")
-        layout[key] = int(value)
+        if key not in ("tp", "ep", "pp", "dp", "replicas") or not value.isdigit() or int(value) < 1:
+            raise argparse.ArgumentTypeError(f"{part!r}: give tp=2[,ep=1][,pp=1][,dp=1][,replicas=1]")
+        given[key] = int(value)
+    if "ep" in given and "tp" not in given and "dp" not in given:
+        given["tp"] = given["ep"]
+    layout = {"tp": 1, "ep": 1, "pp": 1, "dp": 1, "replicas": 1} | given
+    if layout["ep"] not in (1, layout["tp"] * layout["dp"]):
+        raise argparse.ArgumentTypeError(f"ep={layout['ep']} is neither 1 nor tp x dp")
     return layout
 
 

@@ -75,6 +75,7 @@ def copy_rows(source, source_view, dst, dst_view, size):
     shape = source_view["shape"]
     if numel(shape) == 0:
         return
+    assert len(shape) < 3 and dst_view["shape"] == shape
     rows, columns = (1, numel(shape)) if len(shape) < 2 else (shape[0], numel(shape[1:]))
     for row in range(rows):
         a = (source_view["offset"] + row * (source_view["stride"][0] if len(shape) > 1 else 0)) * size
@@ -105,6 +106,9 @@ def engine_parameters(oracle, tensors):
         if (wire[name], dtype) == ("float32", "bfloat16"):
             data, wide = bytearray(len(data) // 2), data
             data[0::2], data[1::2] = wide[2::4], wide[3::4]
+        if (wire[name], dtype) == ("bfloat16", "float32"):
+            data, narrow = bytearray(2 * len(data)), data
+            data[2::4], data[3::4] = narrow[0::2], narrow[1::2]
         out[name] = (NAMES[dtype], shape, bytes(data))
     return out
 
@@ -150,6 +154,11 @@ class CutReference(unittest.TestCase):
             ("qwen3.pp2.rank0", "qwen3", "tp=1,pp=2", 0), ("qwen3.pp2.rank1", "qwen3", "tp=1,pp=2", 1),
             ("qwen3_12l", "qwen3_12l", "tp=1,dp=2,replicas=2", 3), ("qwen3_tied", "qwen3_tied", "tp=1", 0),
             ("qwen3_tied.pp2.rank0", "qwen3_tied", "pp=2", 0), ("qwen3_tied.pp2.rank1", "qwen3_tied", "pp=2", 1),
+            ("qwen3_moe", "qwen3_moe", "tp=1,dp=2", 1), ("qwen3_moe.tp2.rank0", "qwen3_moe", "tp=2", 0),
+            ("qwen3_moe.tp2.rank1", "qwen3_moe", "tp=2,replicas=2", 3), ("qwen3_moe_ep.tp2.rank0", "qwen3_moe", "tp=2,ep=2", 0),
+            ("qwen3_moe_ep.tp2.rank1", "qwen3_moe", "ep=2", 1), ("deepseek_v3", "deepseek_v3", "tp=1", 0),
+            ("deepseek_v3.tp2.rank0", "deepseek_v3", "tp=2", 0), ("deepseek_v3.tp2.rank1", "deepseek_v3", "tp=2", 1),
+            ("deepseek_v3_ep.tp2.rank0", "deepseek_v3", "ep=2", 0), ("deepseek_v3_ep.tp2.rank1", "deepseek_v3", "tp=2,ep=2,pp=1", 1),
             ("bert_tiny", "bert_tiny", "tp=1", 0), ("bert_tiny.tp2.rank1", "bert_tiny", "tp=2", 1),
             ("bert_f32_relaxed.tp2.rank0", "bert", "tp=2", 0), ("bert_f32_relaxed.tp2.rank1", "bert", "tp=2", 1),
             ("bert_relaxed.tp2.rank1", "bert", "tp=2", 1),
@@ -302,6 +311,119 @@ class CutReference(unittest.TestCase):
             for rank in range(2):
                 write_safetensors(self.dump, self.t0_worker(tensors, 2, rank, layers, stage == 0, stage == 2))
                 self.check(0, "tp=2,pp=3", 2 * stage + rank)
+
+    # 4 layers, the first one dense; hidden 8, 4 heads of 2, 2 KV heads, experts of width 6.
+
+    def moe(self, experts, order=None, architecture="Qwen3MoeForCausalLM"):
+        """order: None for a tensor an expert, "out" and "in" for what the stacks' second dim is."""
+        nested = architecture.startswith("Qwen3VL")
+        text = {"model_type": "qwen3_vl_moe_text" if nested else "qwen3_moe", "hidden_size": 8, "num_hidden_layers": 4,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "intermediate_size": 12, "vocab_size": 64,
+                "num_experts": experts, "moe_intermediate_size": 6, "mlp_only_layers": [0], "tie_word_embeddings": False}
+        config = {"architectures": [architecture], "torch_dtype": "bfloat16"}
+        config |= {"model_type": "qwen3_vl_moe", "text_config": text} if nested else text
+        root = "model.language_model." if nested else "model."
+        shapes = {root + "embed_tokens.weight": [64, 8], "lm_head.weight": [64, 8], root + "norm.weight": [8]}
+        for layer in range(4):
+            at = f"{root}layers.{layer}."
+            shapes |= {at + "self_attn.q_proj.weight": [8, 8], at + "self_attn.k_proj.weight": [4, 8],
+                       at + "self_attn.v_proj.weight": [4, 8], at + "self_attn.o_proj.weight": [8, 8],
+                       at + "self_attn.q_norm.weight": [2], at + "self_attn.k_norm.weight": [2],
+                       at + "input_layernorm.weight": [8], at + "post_attention_layernorm.weight": [8]}
+            if layer == 0:
+                shapes |= {at + "mlp.gate_proj.weight": [12, 8], at + "mlp.up_proj.weight": [12, 8], at + "mlp.down_proj.weight": [8, 12]}
+                continue
+            shapes[at + "mlp.gate.weight"] = [experts, 8]
+            for e in range(experts):
+                shapes |= {f"{at}mlp.experts.{e}.gate_proj.weight": [6, 8], f"{at}mlp.experts.{e}.up_proj.weight": [6, 8],
+                           f"{at}mlp.experts.{e}.down_proj.weight": [8, 6]}
+        tensors = {name: ("BF16", shape, position_coded(name, "bfloat16", shape)) for name, shape in shapes.items()}
+        on_disk = dict(tensors)
+        if order is not None:
+            for layer in range(1, 4):
+                at = f"{root}layers.{layer}.mlp.experts."
+                gate_up = [on_disk.pop(f"{at}{e}.gate_proj.weight")[2] + on_disk.pop(f"{at}{e}.up_proj.weight")[2] for e in range(experts)]
+                down = [on_disk.pop(f"{at}{e}.down_proj.weight")[2] for e in range(experts)]
+                for name, parts, rows, width in (("gate_up_proj", gate_up, 12, 8), ("down_proj", down, 8, 6)):
+                    if order == "in":
+                        parts = [b"".join(part[2 * (r * width + c) : 2 * (r * width + c) + 2] for c in range(width) for r in range(rows))
+                                 for part in parts]
+                        rows, width = width, rows
+                    on_disk[at + name] = ("BF16", [experts, rows, width], b"".join(parts))
+        self.write_model(config, on_disk)
+        return {name.replace("model.language_model.", "model."): value for name, value in tensors.items()}
+
+    def moe_worker(self, tensors, tp, rank, experts, whole, layers, first, last):
+        """`experts`: numbers, written out by the test; `whole`: not cut by tp."""
+        def take(name, begin, count):
+            width = 2 * tensors[name][1][1]
+            return tensors[name][2][begin * width : (begin + count) * width]
+
+        def take_columns(name, begin, count):
+            rows, width = tensors[name][1]
+            return b"".join(tensors[name][2][2 * (r * width + begin) : 2 * (r * width + begin + count)] for r in range(rows))
+
+        out = {}
+        q, kv, ff = 8 // tp, 4 // tp, 12 // tp
+        width, begin = (6, 0) if whole else (6 // tp, 6 // tp * rank)
+        if first:
+            out["model.embed_tokens.weight"] = ("BF16", [64 // tp, 8], take("model.embed_tokens.weight", 64 // tp * rank, 64 // tp))
+        if last:
+            out["model.norm.weight"] = tensors["model.norm.weight"]
+            out["lm_head.weight"] = ("BF16", [64 // tp, 8], take("lm_head.weight", 64 // tp * rank, 64 // tp))
+        for layer in layers:
+            at = f"model.layers.{layer}."
+            a, m = at + "self_attn.", at + "mlp."
+            for norm in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
+                out[f"{at}{norm}.weight"] = tensors[f"{at}{norm}.weight"]
+            parts = [(x, size) for x, size in (("q", q), ("k", kv), ("v", kv))]
+            out[a + "qkv_proj.weight"] = ("BF16", [q + 2 * kv, 8],
+                                          b"".join(take(f"{a}{x}_proj.weight", size * rank, size) for x, size in parts))
+            out[a + "o_proj.weight"] = ("BF16", [8, q], take_columns(a + "o_proj.weight", q * rank, q))
+            if layer == 0:
+                out[m + "gate_up_proj.weight"] = ("BF16", [2 * ff, 8], take(m + "gate_proj.weight", ff * rank, ff)
+                                                  + take(m + "up_proj.weight", ff * rank, ff))
+                out[m + "down_proj.weight"] = ("BF16", [8, ff], take_columns(m + "down_proj.weight", ff * rank, ff))
+                continue
+            out[m + "gate.weight"] = tensors[m + "gate.weight"]
+            out[m + "experts.routed_experts.w13_weight"] = ("BF16", [len(experts), 2 * width, 8], b"".join(
+                take(f"{m}experts.{e}.gate_proj.weight", begin, width) + take(f"{m}experts.{e}.up_proj.weight", begin, width)
+                for e in experts))
+            out[m + "experts.routed_experts.w2_weight"] = ("BF16", [len(experts), 8, width], b"".join(
+                take_columns(f"{m}experts.{e}.down_proj.weight", begin, width) for e in experts))
+        return out
+
+    def test_experts_in_blocks(self):
+        tensors = self.moe(5)
+        cases = [
+            ("tp=2", 1, (2, 1, [0, 1, 2, 3, 4], False, range(4), True, True)),
+            ("tp=1,dp=2", 1, (1, 0, [0, 1, 2, 3, 4], False, range(4), True, True)),
+            ("ep=2", 0, (2, 0, [0, 1, 2], True, range(4), True, True)),
+            ("ep=2", 1, (2, 1, [3, 4], True, range(4), True, True)),
+            # Replica 1, data-parallel rank 1, stage 1, rank 1: expert rank 3 of 4.
+            ("tp=2,dp=2,ep=4,pp=2,replicas=2", 15, (2, 1, [4], True, range(2, 4), False, True)),
+            ("tp=2,dp=2,ep=4,pp=2", 0, (2, 0, [0, 1], True, range(2), True, False)),
+        ]
+        for inference, worker, arguments in cases:
+            with self.subTest(inference=inference, worker=worker):
+                write_safetensors(self.dump, self.moe_worker(tensors, *arguments))
+                self.check(0, inference, worker)
+        self.assertIn("5 experts on 6 ranks", self.check(2, "tp=2,dp=3,ep=6", 0))
+        self.check(2, "tp=2,dp=2,ep=2", 0)
+
+    def test_case_034_and_035_stacked_experts_in_two_orders(self):
+        vl = "Qwen3VLMoeForConditionalGeneration"
+        for order, architecture in (("out", "Qwen3MoeForCausalLM"), (None, vl), ("out", vl), ("in", vl)):
+            tensors = self.moe(4, order, architecture)
+            for inference, worker, arguments in (("tp=2", 1, (2, 1, range(4), False)), ("ep=2", 1, (2, 1, [2, 3], True))):
+                with self.subTest(order=order, architecture=architecture, inference=inference):
+                    parameters = self.moe_worker(tensors, *arguments, range(4), True, True)
+                    if architecture == vl:
+                        parameters = {f"language_model.{name}": value for name, value in parameters.items()}
+                    write_safetensors(self.dump, parameters)
+                    self.check(0, inference, worker)
+        self.moe(4, "in")
+        self.assertIn("has shape", self.check(2, "tp=1", 0))
 
     def test_wrong_use(self):
         tensors = self.t0()
