@@ -50,14 +50,14 @@ struct RecordedParameter {
   std::string name;          // "weight"
   DType dtype = DType::kF32;
   std::vector<std::int64_t> shape, stride;
-  bool optional = false;           // a buffer: Parameter::optional
-  std::vector<std::byte> initial;  // a buffer's bytes before anything feeds it; empty: none given
+  bool optional = false;                // a buffer: Parameter::optional
+  std::vector<std::byte> initial = {};  // a buffer's bytes before anything feeds it; empty: none given
   friend bool operator==(const RecordedParameter&, const RecordedParameter&) = default;
 };
 
 // Another name and shape for a parameter's storage: Module::add_alias.
 struct RecordedAlias {
-  std::uint32_t module = 0;     // the alias's own, index into Recording::modules
+  std::uint32_t module = 0;  // the alias's own, index into Recording::modules
   std::string name;
   std::uint32_t parameter = 0;  // whose storage it is, index into Recording::parameters
   std::vector<std::int64_t> shape;
@@ -68,7 +68,7 @@ struct RecordedModule {
   std::string name, type;
   bool baked = false;  // the union of what is written covers it; false for a module that nothing writes into
   bool has_post_process = false;
-  std::vector<std::string> aliases;  // its other paths (Model::add_module_alias), ascending
+  std::vector<std::string> aliases = {};  // its other paths (Model::add_module_alias), ascending
   friend bool operator==(const RecordedModule&, const RecordedModule&) = default;
 };
 
