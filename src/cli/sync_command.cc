@@ -328,6 +328,7 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
                           .bake = {},
                           .withheld = arguments.withhold});
   if (!plan.ok()) return failed(plan.status());
+  report.publish = plan->holdings.resident ? "resident" : "gather";
   std::uint64_t bytes_per_sync = 0;
   for (const HeldByRank& served : plan->holdings.served) {
     for (const std::uint32_t name : served.whole) bytes_per_sync += bytes_of(*model, name);
@@ -364,6 +365,9 @@ int run_sync(const SyncArguments& arguments) {
   report.trainer = to_string(arguments.fleet.trainer);
   report.inference = to_string(arguments.fleet.inference);
   report.path = name_of(arguments.fleet.path);
+  report.names = arguments.fleet.names;
+  report.chunk_split = arguments.fleet.chunk_split;
+  report.pull_split = arguments.fleet.pull_split;
   report.ring_depth = arguments.fleet.ring_depth;
   report.lookahead = arguments.fleet.lookahead;
   report.max_chunk_bytes = arguments.fleet.max_chunk_bytes;

@@ -114,6 +114,18 @@ std::uint64_t SyncOutcome::export_bytes() const {
   return sum;
 }
 
+std::uint64_t SyncOutcome::packs() const {
+  std::uint64_t sum = 0;
+  for (const RankReport& rank : ranks) sum += rank.packs;
+  return sum;
+}
+
+std::uint64_t SyncOutcome::packed_bytes() const {
+  std::uint64_t sum = 0;
+  for (const RankReport& rank : ranks) sum += rank.packed_bytes;
+  return sum;
+}
+
 std::optional<double> SyncOutcome::memcpy_limit_ns() const {
   if (!copy_before_ns || !copy_after_ns) return std::nullopt;
   return (static_cast<double>(*copy_before_ns) + static_cast<double>(*copy_after_ns)) / 2;
@@ -152,7 +164,9 @@ json to_json(const SyncOutcome& outcome) {
     ranks.push_back({{"rank", rank.rank},
                      {"export_ns", rank.export_ns},
                      {"export_bytes", rank.export_bytes},
-                     {"peak_resident_bytes", rank.peak_resident_bytes}});
+                     {"peak_resident_bytes", rank.peak_resident_bytes},
+                     {"packs", rank.packs},
+                     {"packed_bytes", rank.packed_bytes}});
   }
   return {{"sync", outcome.sync},
           {"version", outcome.version},
@@ -182,6 +196,8 @@ Result<SyncOutcome> sync_outcome_from_json(const json& from) {
       one.export_ns = rank.at("export_ns");
       one.export_bytes = rank.at("export_bytes");
       one.peak_resident_bytes = rank.at("peak_resident_bytes");
+      one.packs = rank.at("packs");
+      one.packed_bytes = rank.at("packed_bytes");
     }
     return outcome;
   } catch (const json::exception&) {
@@ -255,7 +271,7 @@ std::string to_text(const RunReport& report) {
     text += "\n";
     std::vector<std::vector<std::string>> rows = {{"sync", "version", "kept", "moved", "moved/kept", "wall",
                                                    "rate", "memcpy limit", "wall/limit", "non-temporal",
-                                                   "export copy"}};
+                                                   "export copy", "packs"}};
     std::size_t unsteady = 0;
     for (const SyncOutcome& sync : report.syncs) {
       const double kept = static_cast<double>(sync.bytes_kept());
@@ -275,7 +291,8 @@ std::string to_text(const RunReport& report) {
            sync.copy_non_temporal_ns ? format_duration_ns(*sync.copy_non_temporal_ns) : "-",
            sync.export_bytes() != 0 ? fmt::format("{} in {}", format_bytes(sync.export_bytes()),
                                                   duration(static_cast<double>(sync.export_ns())))
-                                    : "none"});
+                                    : "none",
+           sync.packs() != 0 ? fmt::format("{} of {}", sync.packs(), format_bytes(sync.packed_bytes())) : "none"});
     }
     text += format_table(rows, 0);
     if (unsteady != 0) {
@@ -308,10 +325,14 @@ std::string to_json_text(const RunReport& report) {
   out["model"] = {{"name", report.model}, {"tensors", report.tensors}, {"bytes", report.model_bytes}};
   out["settings"] = {{"trainer", report.trainer},
                      {"inference", report.inference},
+                     {"publish", report.publish},
+                     {"names", report.names},
                      {"path", report.path},
                      {"ring_depth", report.ring_depth},
                      {"lookahead", report.lookahead},
                      {"max_chunk_bytes", report.max_chunk_bytes},
+                     {"chunk_split", report.chunk_split},
+                     {"pull_split", report.pull_split},
                      {"export_pack_limit_bytes", report.export_pack_limit_bytes}};
   out["notes"] = report.notes;
   out["syncs"] = ordered_json::array();
@@ -335,6 +356,8 @@ std::string to_json_text(const RunReport& report) {
                                        : ordered_json(nullptr);
     one["export_copy_s"] = seconds(static_cast<double>(sync.export_ns()));
     one["export_bytes"] = sync.export_bytes();
+    one["packs"] = sync.packs();
+    one["packed_bytes"] = sync.packed_bytes();
     one["workers"] = ordered_json::array();
     for (const WorkerOutcome& worker : sync.workers) {
       ordered_json w;
@@ -353,6 +376,8 @@ std::string to_json_text(const RunReport& report) {
       r["export_copy_s"] = seconds(static_cast<double>(rank.export_ns));
       r["export_bytes"] = rank.export_bytes;
       r["peak_resident_bytes"] = rank.peak_resident_bytes;
+      r["packs"] = rank.packs;
+      r["packed_bytes"] = rank.packed_bytes;
       one["ranks"].push_back(std::move(r));
     }
     out["syncs"].push_back(std::move(one));

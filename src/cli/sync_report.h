@@ -67,6 +67,9 @@ struct SyncOutcome {
   std::uint64_t bytes_moved() const;
   std::uint64_t export_ns() const;     // of the slowest rank
   std::uint64_t export_bytes() const;  // of all ranks
+  // Pulls that all ranks packed into serve slots. Workers of several replicas that take the same share a pack.
+  std::uint64_t packs() const;
+  std::uint64_t packed_bytes() const;
   // Mean of the two plain copies.
   std::optional<double> memcpy_limit_ns() const;
   // False when the two differ by more than 15 %: the machine changed its speed, and a ratio to them means
@@ -89,7 +92,9 @@ struct RunReport {
   std::uint64_t model_bytes = 0;
   std::uint64_t tensors = 0;
   std::string trainer, inference, path;
-  std::uint32_t ring_depth = 0, lookahead = 0;
+  std::string publish;             // "gather" or "resident"
+  std::vector<std::string> names;  // patterns that the syncs after the first are restricted to
+  std::uint32_t ring_depth = 0, lookahead = 0, chunk_split = 1, pull_split = 1;
   std::uint64_t max_chunk_bytes = 0, export_pack_limit_bytes = 0;
   bool verify = false;
   std::vector<std::string> notes;

@@ -24,8 +24,8 @@ SyncOutcome outcome(std::uint32_t sync, bool exact) {
         VerdictReport{.exact = exact, .error = exact ? "" : "differs", .parameters = 500, .bytes = 1128};
     out.workers.push_back(worker);
   }
-  out.ranks = {{.rank = 0, .export_ns = 30, .export_bytes = 100, .peak_resident_bytes = 9},
-               {.rank = 1, .export_ns = 40, .export_bytes = 200, .peak_resident_bytes = 8}};
+  out.ranks = {{.rank = 0, .export_ns = 30, .export_bytes = 100, .peak_resident_bytes = 9, .packs = 4, .packed_bytes = 70},
+               {.rank = 1, .export_ns = 40, .export_bytes = 200, .peak_resident_bytes = 8, .packs = 5, .packed_bytes = 60}};
   return out;
 }
 
@@ -37,6 +37,8 @@ TEST(SyncReport, AnOutcomeSurvivesItsJson) {
   EXPECT_EQ(read->bytes_moved(), 2000u);
   EXPECT_EQ(read->export_ns(), 40u);
   EXPECT_EQ(read->export_bytes(), 300u);
+  EXPECT_EQ(read->packs(), 9u);
+  EXPECT_EQ(read->packed_bytes(), 130u);
   EXPECT_TRUE(read->exact());
   EXPECT_FALSE(sync_outcome_from_json(nlohmann::json::array()).ok());
   EXPECT_FALSE(sync_outcome_from_json({{"sync", "three"}}).ok());
