@@ -112,8 +112,9 @@ TEST_P(RecordedPlan, equals_ours) {
     EXPECT_EQ(must(resolve_ownership(oracle.names, holdings)), tables.ownership);
   }
 
-  const WorkerPlan plan = must(plan_worker(tables, recording, static_cast<std::uint32_t>(oracle.consumer_id),
-                                           {.max_chunk_bytes = 0, .path = PathPolicy::kPacked, .balance = Balance::kRotation}));
+  const WorkerPlan plan =
+      must(plan_worker(tables, recording, static_cast<std::uint32_t>(oracle.consumer_id),
+                       {.max_chunk_bytes = 0, .path = PathPolicy::kPacked, .balance = Balance::kRotation}));
   EXPECT_EQ(plan.pre_free, oracle.pre_free);
   ASSERT_EQ(plan.chunks.size(), oracle.chunks.size());
   for (std::size_t i = 0; i < plan.chunks.size(); ++i) {

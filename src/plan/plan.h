@@ -129,10 +129,25 @@ std::vector<std::vector<std::uint32_t>> group_owners(const InitTables& tables);
 std::vector<std::uint32_t> route_block(const std::vector<std::uint32_t>& owners, std::uint32_t consumer,
                                        std::uint32_t workers_per_replica);
 
+// A producer and how much of it is there for one consumer, relative to the others of the same block.
+struct BlockOwner {
+  std::uint32_t producer = 0;
+  std::uint64_t weight = 1;
+  friend bool operator==(const BlockOwner&, const BlockOwner&) = default;
+};
+// The block rule without rounding: the owners laid side by side, the consumers likewise over the same length, each takes from
+// the owners it lies against, by the length of the contact. An owner is C' long, a consumer P', so the weights of a block sum
+// to P' and those of an owner over all consumers to C'. Equal to route_block, with equal weights, where P' or C' divides the
+// other.
+std::vector<BlockOwner> weighted_block(const std::vector<std::uint32_t>& owners, std::uint32_t consumer,
+                                       std::uint32_t workers_per_replica);
+
 // The greedy cut of a list of byte sizes into at most `runs` contiguous runs: a new run starts before the item that would
 // take the current one past ceil(total / runs), unless `runs` runs exist already; the last run takes the rest. Returns the
 // first item of every run; no run is empty.
 std::vector<std::uint32_t> greedy_cut(const std::vector<std::uint64_t>& bytes, std::uint32_t runs);
+// The same with one run per weight (each > 0), at most ceil(total * weight / sum of weights) long.
+std::vector<std::uint32_t> greedy_cut(const std::vector<std::uint64_t>& bytes, const std::vector<std::uint64_t>& weights);
 
 // ---- the plan of one worker -------------------------------------------------------------------------------------------
 
@@ -211,15 +226,15 @@ struct WorkerPlan {
   std::vector<std::vector<std::uint32_t>> group_owners;
   std::vector<ProducerPlan> producers;        // only those this worker pulls from, ascending
   std::uint64_t receive_slot_bytes = 0;       // largest packed chunk, at least presize; 0 when nothing is packed
-  std::uint64_t bytes_kept = 0;               // bytes of the distinct baked keys (name, wire dtype, slice), wire dtype
+  std::uint64_t bytes_kept = 0;               // bytes of the sources that the baked copies read, each byte once
   std::uint64_t bytes_planned = 0;            // sum of key bytes over chunks = what a sync moves
   friend bool operator==(const WorkerPlan&, const WorkerPlan&) = default;
 };
 
 // Which producer of several that hold the same bytes serves a chunk.
 enum class Balance : std::uint8_t {
-  kBytes,     // so that bytes per producer come out even (docs/PROTOCOL.md, "Routing")
-  kRotation,  // the next one with every gather group
+  kBytes,     // weighted_block; within it so that bytes come out even by weight (docs/PROTOCOL.md, "Routing")
+  kRotation,  // route_block; within it the next one with every gather group
 };
 
 struct PlanOptions {

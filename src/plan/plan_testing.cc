@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include <fmt/format.h>
@@ -223,6 +224,148 @@ std::string origins_of(const WorkerPlan& plan, const InitTables& tables, Origins
         }
         at += static_cast<std::uint64_t>(dtype_bits(key.wire_dtype)) / 8;
       }
+    }
+  }
+  return {};
+}
+
+namespace {
+
+std::uint8_t coded_byte(std::uint32_t name, std::int64_t position) {
+  std::uint64_t word = static_cast<std::uint64_t>(position) + 1 + (std::uint64_t{name} << 40);
+  word *= 0x9e3779b97f4a7c15;  // neighbours, and equal places of other names, differ
+  return static_cast<std::uint8_t>(word >> 56);
+}
+
+std::int64_t width_of(DType dtype) {
+  return dtype_bits(dtype) / 8;
+}
+
+WorkerBytes empty_parameters(const Recording& recording) {
+  WorkerBytes out(recording.parameters.size());
+  for (std::size_t p = 0; p < out.size(); ++p) {
+    const RecordedParameter& parameter = recording.parameters[p];
+    const auto size = static_cast<std::size_t>(*checked_numel(parameter.shape) * width_of(parameter.dtype));
+    out[p].bytes.assign(size, 0);
+    out[p].writes.assign(size, 0);
+  }
+  return out;
+}
+
+// Writes elements, one after the other, to the window's places.
+std::string write_window(const Destination& to, const std::vector<std::uint8_t>& elements, WorkerBytes& out) {
+  ParameterBytes& parameter = out.at(to.parameter);
+  const std::int64_t width = width_of(to.dtype);
+  std::size_t next = 0;
+  for (const std::int64_t position : elements_of(to)) {
+    for (std::int64_t b = 0; b < width; ++b, ++next) {
+      const auto at = static_cast<std::size_t>(position * width + b);
+      if (at >= parameter.bytes.size() || next >= elements.size()) return "a window is larger than its sides";
+      parameter.bytes[at] = elements[next];
+      ++parameter.writes[at];
+    }
+  }
+  return next == elements.size() ? "" : "a window is smaller than what is written to it";
+}
+
+// The box of `holding` that holds all of `wanted`, a box of `name`.
+std::optional<Box> held_box(const Holding& holding, std::uint32_t name, const Box& all, const Box& wanted) {
+  if ((holding.whole[name / 8] >> (name % 8) & 1) != 0) return all;
+  for (const Piece& piece : holding.pieces) {
+    if (piece.name != name) continue;
+    const Box& box = piece.box.whole() ? all : piece.box;
+    bool inside = true;
+    for (std::size_t d = 0; d < box.start.size(); ++d) {
+      inside = inside && box.start[d] <= wanted.start[d] &&
+               wanted.start[d] + wanted.size[d] <= box.start[d] + box.size[d];
+    }
+    if (inside) return box;
+  }
+  return std::nullopt;
+}
+
+// What the rank that declared `holding` packs for a key.
+std::string pack_key(const InitTables& tables, const Holding& holding, const ChunkKey& key,
+                     std::vector<std::uint8_t>& out) {
+  const TensorMeta& meta = tables.metadata.at(key.name);
+  const Box all{.start = std::vector<std::int64_t>(meta.shape.size(), 0), .size = meta.shape};
+  const Box& wanted = key.piece == 0 ? all : tables.ownership.pieces.at(key.piece - 1).box;
+  const auto box = held_box(holding, key.name, all, wanted);
+  if (!box)
+    return fmt::format("trainer {} does not hold what it shall pack of '{}'", holding.rank, meta.name);
+  // Its memory is the box, row-major; `places` are those of the wanted elements in it.
+  const std::vector<std::int64_t> held_positions = elements_of(*box, meta.shape);
+  std::vector<std::uint8_t> memory;
+  const std::int64_t width = width_of(meta.dtype);
+  for (const std::int64_t position : held_positions) {
+    for (std::int64_t b = 0; b < width; ++b) memory.push_back(coded_byte(key.name, position * width + b));
+  }
+  Box within = wanted;
+  for (std::size_t d = 0; d < within.start.size(); ++d) within.start[d] -= box->start[d];
+  const std::vector<std::int64_t> places = elements_of(within, box->size);
+  const std::int64_t wire = width_of(key.wire_dtype);
+  for (const std::int64_t element : elements_of(key.slice)) {
+    for (std::int64_t b = 0; b < wire; ++b) {
+      const std::int64_t byte = element * wire + b;  // of the piece
+      if (byte / width >= static_cast<std::int64_t>(places.size())) return "a key reads outside its piece";
+      const std::int64_t at = places[static_cast<std::size_t>(byte / width)] * width + byte % width;
+      out.push_back(memory.at(static_cast<std::size_t>(at)));
+    }
+  }
+  return out.size() == key.bytes ? "" : "a key has other bytes than its slice";
+}
+
+}  // namespace
+
+std::string bytes_of_recording(const std::vector<TensorMeta>& metadata, const Recording& recording,
+                               WorkerBytes& out) {
+  out = empty_parameters(recording);
+  for (const Scatter& scatter : recording.scatters) {
+    const std::int64_t wire = width_of(scatter.wire_dtype);
+    const std::int64_t size =
+        *checked_numel(metadata.at(scatter.name).shape) * width_of(metadata[scatter.name].dtype);
+    std::vector<std::uint8_t> elements;
+    for (const std::int64_t element : elements_of(scatter.slice)) {
+      if ((element + 1) * wire > size) return "a copy reads outside its tensor";
+      for (std::int64_t b = 0; b < wire; ++b)
+        elements.push_back(coded_byte(scatter.name, element * wire + b));
+    }
+    if (std::string failure = write_window(scatter.destination, elements, out); !failure.empty())
+      return failure;
+  }
+  return {};
+}
+
+std::string bytes_of_plan(const InitTables& tables, const std::vector<Holding>& holdings,
+                          const Recording& recording, const WorkerPlan& plan, WorkerBytes& out) {
+  out = empty_parameters(recording);
+  std::map<std::uint32_t, std::vector<std::uint8_t>> slots;  // by chunk
+  for (const Chunk& chunk : plan.chunks) slots[chunk.chunk_id].assign(chunk.bytes, 0);
+  for (const ProducerPlan& at : plan.producers) {
+    const auto encoded = encode_pulls(pulls_at(plan, at.producer));
+    for (const PullDescription& pull : must(decode_pulls(encoded.data(), encoded.size()))) {
+      std::vector<std::uint8_t> packed(pull.bytes, 0);
+      for (const ChunkKey& key : pull.keys) {
+        std::vector<std::uint8_t> bytes;
+        const Holding& holding = holdings.at(at.producer);
+        if (std::string failure = pack_key(tables, holding, key, bytes); !failure.empty()) return failure;
+        if (key.offset + bytes.size() > packed.size()) return "a producer packs past the end of a pull";
+        std::copy(bytes.begin(), bytes.end(), packed.begin() + static_cast<std::ptrdiff_t>(key.offset));
+      }
+      const std::uint64_t begin = plan.chunks.at(pull.chunk_id).runs.at(pull.run).offset;
+      std::vector<std::uint8_t>& slot = slots.at(pull.chunk_id);
+      if (begin + packed.size() > slot.size()) return "a run lies outside its chunk";
+      std::copy(packed.begin(), packed.end(), slot.begin() + static_cast<std::ptrdiff_t>(begin));
+    }
+  }
+  for (const Chunk& chunk : plan.chunks) {
+    const std::vector<std::uint8_t>& slot = slots.at(chunk.chunk_id);
+    for (const PlannedScatter& scatter : chunk.scatters) {
+      const ChunkKey& key = chunk.keys.at(scatter.key);
+      const auto first = slot.begin() + static_cast<std::ptrdiff_t>(key.offset);
+      const std::vector<std::uint8_t> elements(first, first + static_cast<std::ptrdiff_t>(key.bytes));
+      if (std::string failure = write_window(scatter.destination, elements, out); !failure.empty())
+        return fmt::format("chunk {}: {}", chunk.chunk_id, failure);
     }
   }
   return {};

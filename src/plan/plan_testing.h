@@ -82,4 +82,20 @@ using Origins = std::map<std::pair<std::uint32_t, std::int64_t>, std::pair<std::
 std::string origins_of(const Recording& recording, Origins& out);
 std::string origins_of(const WorkerPlan& plan, const InitTables& tables, Origins& out);
 
+// The parameters of a worker, byte by byte: what was written and how often.
+struct ParameterBytes {
+  std::vector<std::uint8_t> bytes, writes;
+  friend bool operator==(const ParameterBytes&, const ParameterBytes&) = default;
+};
+using WorkerBytes = std::vector<ParameterBytes>;  // by parameter
+
+// Two ways to fill a worker from tensors whose bytes are coded by name and position; windows and wire
+// elements of the same dtype. By the recording: straight from the whole tensors. By the plan: each trainer
+// packs what the encoded pulls tell it to out of the boxes that it declared, the worker scatters from its
+// slots. A failure text when a trainer does not hold what it shall pack, or a side reads or writes outside.
+std::string bytes_of_recording(const std::vector<TensorMeta>& metadata, const Recording& recording,
+                               WorkerBytes& out);
+std::string bytes_of_plan(const InitTables& tables, const std::vector<Holding>& holdings,
+                          const Recording& recording, const WorkerPlan& plan, WorkerBytes& out);
+
 }  // namespace shardpull::plan_testing

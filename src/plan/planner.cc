@@ -1,9 +1,9 @@
 // The plan of one worker, in three passes:
 //   1. per gather group, its scatters in planning order, cut by pieces and rows, into one list per owner
 //   class;
-//   2. per list, deduplicated keys, cut into chunks, each with its packed layout, producers, path and
-//   sequence numbers;
-//   3. over all chunks, what happens with which: materialise, post-process, signal; sizes and digests.
+//   2. per list, deduplicated keys, cut into chunks, each with its packed layout;
+//   3. over all chunks, producers, paths and sequence numbers, and what happens with which: materialise,
+//   post-process, signal; sizes and digests.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +15,6 @@
 #include <string_view>
 #include <tuple>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -24,9 +23,11 @@
 #include "base/checked.h"
 #include "base/encoder.h"
 #include "base/status_macros.h"
-#include "base/units.h"
+#include "plan/balance.h"
 #include "plan/boxes.h"
 #include "plan/cut.h"
+#include "plan/kept.h"
+#include "plan/path.h"
 #include "plan/plan.h"
 #include "plan/plan_errors.h"
 #include "tensor/slice_algebra.h"
@@ -209,6 +210,7 @@ class Planner {
     for (std::uint32_t group = 0; group < by_group.size(); ++group) {
       SHARDPULL_RETURN_IF_ERROR(plan_group(group, by_group[group]));
     }
+    SHARDPULL_RETURN_IF_ERROR(route());
     assign_modules();
     add_up();
     SHARDPULL_RETURN_IF_ERROR(check_invariants());
@@ -384,42 +386,72 @@ class Planner {
     chunk.scatters.reserve(uses.size());
     for (const auto& [e, k] : uses)
       chunk.scatters.push_back({.key = k, .destination = std::move(list[e].part.destination)});
-    SHARDPULL_RETURN_IF_ERROR(route(chunk));
     plan_.chunks.push_back(std::move(chunk));
     return {};
   }
 
-  // Producers, path, runs and sequence numbers of a chunk with keys.
-  Status route(Chunk& chunk) {
-    const std::vector<std::uint32_t>& owners = owners_of(chunk.owner_class);
-    std::vector<std::uint32_t> block = route_block(owners, plan_.consumer, workers_);
-    // Within its block the consumer rotates by group; beyond it, the owners that follow in the set.
-    std::rotate(block.begin(), block.begin() + static_cast<std::ptrdiff_t>(chunk.group % block.size()),
-                block.end());
-    chunk.candidates = block;
-    const auto last = std::find(owners.begin(), owners.end(), *std::max_element(block.begin(), block.end()));
-    for (std::size_t i = 1; i <= owners.size() - block.size(); ++i) {
-      chunk.candidates.push_back(
-          owners[(static_cast<std::size_t>(last - owners.begin()) + i) % owners.size()]);
+  // Producers, path, runs and sequence numbers of all chunks.
+  Status route() {
+    std::vector<std::vector<BlockOwner>> blocks;
+    std::unordered_map<std::uint32_t, std::uint32_t> block_of_class;
+    std::vector<ChunkDemand> demands;
+    demands.reserve(plan_.chunks.size());
+    for (const Chunk& chunk : plan_.chunks) {
+      const auto [block, fresh] =
+          block_of_class.try_emplace(chunk.owner_class, static_cast<std::uint32_t>(blocks.size()));
+      if (fresh) blocks.push_back(block_of(owners_of(chunk.owner_class)));
+      ChunkDemand& demand = demands.emplace_back();
+      demand.group = chunk.group;
+      demand.block = block->second;
+      demand.keys.reserve(chunk.keys.size());
+      for (const ChunkKey& key : chunk.keys) demand.keys.push_back(key.bytes);
     }
+    std::vector<std::uint32_t> starts;
+    if (options_.balance == Balance::kBytes) {
+      starts = balance_chunks(demands, blocks, options_.pull_split);
+    } else {
+      for (const ChunkDemand& demand : demands)
+        starts.push_back(demand.group % static_cast<std::uint32_t>(blocks[demand.block].size()));
+    }
+    for (std::size_t c = 0; c < demands.size(); ++c)
+      SHARDPULL_RETURN_IF_ERROR(
+          route_chunk(plan_.chunks[c], demands[c], blocks[demands[c].block], starts[c]));
+    return {};
+  }
+
+  std::vector<BlockOwner> block_of(const std::vector<std::uint32_t>& owners) const {
+    if (options_.balance == Balance::kBytes) return weighted_block(owners, plan_.consumer, workers_);
+    std::vector<BlockOwner> block;
+    for (const std::uint32_t producer : route_block(owners, plan_.consumer, workers_))
+      block.push_back({.producer = producer, .weight = 1});
+    return block;
+  }
+
+  // The block from `start` on, cyclically, then the owners that follow it in the set, cyclically.
+  Status route_chunk(Chunk& chunk, const ChunkDemand& demand, const std::vector<BlockOwner>& block,
+                     std::uint32_t start) {
+    const std::vector<std::uint32_t>& owners = owners_of(chunk.owner_class);
+    chunk.candidates.reserve(owners.size());
+    for (std::size_t i = 0; i < block.size(); ++i)
+      chunk.candidates.push_back(block[(start + i) % block.size()].producer);
+    const auto last = static_cast<std::size_t>(
+        std::lower_bound(owners.begin(), owners.end(), block.back().producer) - owners.begin());
+    for (std::size_t i = 1; i <= owners.size() - block.size(); ++i)
+      chunk.candidates.push_back(owners[(last + i) % owners.size()]);
     SHARDPULL_RETURN_IF_ERROR(choose_path(chunk));
 
-    std::vector<std::uint64_t> sizes;
-    sizes.reserve(chunk.keys.size());
-    for (const ChunkKey& key : chunk.keys) sizes.push_back(key.bytes);
-    const auto runs =
-        static_cast<std::uint32_t>(std::min<std::size_t>({options_.pull_split, block.size(), sizes.size()}));
-    std::vector<std::uint32_t> starts = greedy_cut(sizes, runs);
-    starts.push_back(static_cast<std::uint32_t>(sizes.size()));
+    std::vector<std::uint32_t> starts = runs_of(demand, block, start, options_.pull_split);
+    starts.push_back(static_cast<std::uint32_t>(chunk.keys.size()));
     for (std::size_t r = 0; r + 1 < starts.size(); ++r) {
       const ChunkKey& first_key = chunk.keys[starts[r]];
       const ChunkKey& last_key = chunk.keys[starts[r + 1] - 1];
-      chunk.runs.push_back({.producer = block[r % block.size()],
+      const std::uint32_t producer = chunk.candidates[r];
+      chunk.runs.push_back({.producer = producer,
                             .first_key = starts[r],
                             .key_count = starts[r + 1] - starts[r],
                             .offset = first_key.offset,
                             .bytes = last_key.offset + last_key.bytes - first_key.offset,
-                            .seq = next_seq_[block[r % block.size()]]++});
+                            .seq = next_seq_[producer]++});
     }
     return {};
   }
@@ -432,22 +464,10 @@ class Planner {
       if (options_.path == PathPolicy::kAuto) return {};
       return plan_error("path mapped: this transport cannot map the memory of peers; use auto or packed");
     }
-    const auto fixed =
-        std::find_if(chunk.candidates.begin(), chunk.candidates.end(),
-                     [&](std::uint32_t producer) { return tables_.producer_mappable[producer] == 0; });
-    if (fixed != chunk.candidates.end()) {
-      for (const ChunkKey& key : chunk.keys) {
-        const TensorMeta& meta = tables_.metadata[key.name];
-        const std::uint64_t bytes = *bytes_of(meta.dtype, *checked_numel(meta.shape));
-        if (bytes <= tables_.export_pack_limit) continue;
-        if (options_.path == PathPolicy::kAuto) return {};
-        return plan_error(
-            fmt::format("path mapped: trainer {} does not hold '{}' in memory that can be mapped, and its {} "
-                        "are above "
-                        "export_pack_limit, {}; use auto or packed, or raise the limit",
-                        *fixed, meta.name, format_bytes(bytes), format_bytes(tables_.export_pack_limit)),
-            meta.name);
-      }
+    if (const auto obstacle = why_not_mapped(tables_, chunk)) {
+      if (options_.path == PathPolicy::kAuto) return {};
+      return plan_error(fmt::format("path mapped: {}; use auto or packed", obstacle->reason),
+                        tables_.metadata[obstacle->name].name);
     }
     chunk.path = Path::kMapped;
     return {};
@@ -499,12 +519,7 @@ class Planner {
       totals.digest = pulls_digest(pulls_at(plan_, producer), plan_.ring_depth);
       plan_.producers.push_back(totals);
     }
-    std::unordered_set<std::string> kept;
-    for (const Scatter& scatter : recording_.scatters) {
-      if (scatter.slice.numel() == 0) continue;
-      if (!kept.insert(key_text(scatter.name, 0, scatter.wire_dtype, scatter.slice)).second) continue;
-      plan_.bytes_kept += *bytes_of(scatter.wire_dtype, scatter.slice.numel());
-    }
+    plan_.bytes_kept = unique_source_bytes(recording_.scatters);
   }
 
   Status check_invariants() const {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <locale>
+#include <map>
 #include <numeric>
 #include <set>
 #include <string>
@@ -303,7 +304,9 @@ TEST(PlanWorker, rotation_within_the_block_as_recorded_from_the_reference) {
   const auto primaries = [&](std::uint32_t producers, std::uint32_t workers, std::uint32_t consumer) {
     const InitTables tables = make_tables(model.metadata, producers, workers);
     Ids out;
-    for (const Chunk& chunk : must(plan_worker(tables, recording, consumer, unlimited())).chunks) {
+    PlanOptions options = unlimited();
+    options.balance = Balance::kRotation;
+    for (const Chunk& chunk : must(plan_worker(tables, recording, consumer, options)).chunks) {
       EXPECT_EQ(chunk.runs.size(), 1u);
       EXPECT_EQ(chunk.runs[0].producer, chunk.candidates[0]);
       Ids owners = chunk.candidates;
@@ -321,6 +324,100 @@ TEST(PlanWorker, rotation_within_the_block_as_recorded_from_the_reference) {
   EXPECT_EQ(primaries(3, 2, 1), (Ids{1, 2, 1, 2}));
   EXPECT_EQ(primaries(2, 2, 1), (Ids{1, 1, 1, 1}));
   EXPECT_EQ(primaries(2, 1, 0), (Ids{0, 1, 0, 1}));
+}
+
+TEST(PlanWorker, bytes_are_evened_out_within_the_block) {
+  // Three workers over two trainers: the middle one takes half from each, whatever the groups' numbers.
+  const std::vector<TensorMeta> metadata{meta("l.0.a", {40, 8}), meta("l.1.a", {20, 8}),
+                                         meta("l.2.a", {10, 8}), meta("l.3.a", {10, 8}),
+                                         meta("l.4.a", {80, 8})};
+  RecordingBuilder builder(metadata);
+  for (std::uint32_t name = 0; name < 5; ++name) builder.whole(metadata[name].name, name, builder.fake(name));
+  const InitTables tables = make_tables(metadata, 2, 3);
+  const auto primaries = [&](std::uint32_t consumer) {
+    Ids out;
+    for (const Chunk& chunk : must(plan_worker(tables, builder.build(), consumer)).chunks)
+      out.push_back(chunk.runs.at(0).producer);
+    return out;
+  };
+  EXPECT_EQ(primaries(0), (Ids{0, 0, 0, 0, 0}));
+  EXPECT_EQ(primaries(1), (Ids{1, 1, 1, 1, 0}));  // the largest first, by rotation; the rest to the other one
+  EXPECT_EQ(primaries(2), (Ids{1, 1, 1, 1, 1}));
+}
+
+TEST(PlanWorker, each_owner_set_is_evened_out_for_itself) {
+  // What is held by trainer 1 alone does not push what both hold to trainer 0: other workers may not take
+  // from it.
+  std::vector<TensorMeta> metadata;
+  for (int layer = 0; layer < 4; ++layer) {
+    metadata.push_back(meta("l." + std::to_string(layer) + ".both", {8, 8}));
+    metadata.push_back(meta("l." + std::to_string(layer) + ".one", {64, 8}));
+  }
+  RecordingBuilder builder(metadata);
+  for (std::uint32_t name = 0; name < 8; ++name) builder.whole(metadata[name].name, name, builder.fake(name));
+  InitTables tables = make_tables(metadata, 2);
+  tables.ownership = {
+      .owner_sets = {{0, 1}, {1}}, .name_owner_class = {0, 1, 0, 1, 0, 1, 0, 1}, .pieces = {}};
+  std::map<std::uint32_t, std::uint32_t> chunks;
+  for (const Chunk& chunk : must(plan_worker(tables, builder.build(), 0)).chunks) {
+    if (chunk.owner_class == 0) ++chunks[chunk.runs.at(0).producer];
+  }
+  EXPECT_EQ(chunks, (std::map<std::uint32_t, std::uint32_t>{{0, 2}, {1, 2}}));
+}
+
+TEST(PlanWorker, what_is_published_in_place_is_mapped_only_where_it_lies) {
+  const SmallModel model;
+  const Recording recording = model.record();
+  InitTables tables = make_tables(model.metadata, 2);
+  const auto paths = [&] {
+    std::set<Path> out;
+    for (const Chunk& chunk : must(plan_worker(tables, recording, 0)).chunks) out.insert(chunk.path);
+    return out;
+  };
+  tables.producer_mappable = {1, 0};  // trainer 1 copies these small tensors into export buffers
+  EXPECT_EQ(paths(), (std::set<Path>{Path::kMapped}));
+  tables.producer_resident = {0, 1};  // now it copies nothing
+  EXPECT_EQ(paths(), (std::set<Path>{Path::kPacked}));
+  const auto refused = plan_worker(tables, recording, 0, {.path = PathPolicy::kMapped});
+  ASSERT_FALSE(refused.ok());
+  EXPECT_NE(refused.status().message().find(
+                "trainer 1 does not hold 'embed' in memory that can be mapped, and publishes "
+                "it in place"),
+            std::string::npos)
+      << refused.status().message();
+  tables.producer_mappable = {1, 1};
+  EXPECT_EQ(paths(), (std::set<Path>{Path::kMapped}));
+}
+
+TEST(PlanWorker, bytes_kept_count_each_byte_of_a_source_once) {
+  const std::vector<TensorMeta> metadata{meta("w", {8, 8}), meta("v", {16}, DType::kF32)};
+  const auto kept = [&](const std::function<void(RecordingBuilder&)>& write) {
+    RecordingBuilder builder(metadata);
+    write(builder);
+    return must(plan_worker(make_tables(metadata), builder.build(), 0)).bytes_kept;
+  };
+  // Rows 0 to 4 and 3 to 7; columns and rows; every second row and all rows; the same bytes read as other
+  // dtypes.
+  EXPECT_EQ(kept([](RecordingBuilder& b) {
+              b.whole("a", 0, must(b.fake(0).narrow(0, 0, 5)));
+              b.whole("b", 0, must(b.fake(0).narrow(0, 3, 5)));
+            }),
+            128u);
+  EXPECT_EQ(kept([](RecordingBuilder& b) {
+              b.whole("a", 0, must(b.fake(0).narrow(0, 0, 2)));
+              b.whole("b", 0, must(b.fake(0).narrow(1, 0, 2)));
+            }),
+            2u * (16 + 12));
+  EXPECT_EQ(kept([](RecordingBuilder& b) {
+              b.whole("a", 0, must(b.fake(0).index({IndexSlice{.start = {}, .stop = {}, .step = 2}})));
+              b.whole("b", 0, must(b.fake(0).transpose(0, 1)));
+            }),
+            128u);
+  EXPECT_EQ(kept([](RecordingBuilder& b) {
+              b.whole("a", 1, must(b.fake(1).narrow(0, 0, 4)));
+              b.whole("b", 1, must(must(b.fake(1).view(DType::kU8)).narrow(0, 12, 8)));
+            }),
+            20u);
 }
 
 TEST(PlanWorker, pull_split_cuts_keys_over_the_block) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <set>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -73,6 +74,47 @@ TEST(GreedyCut, as_defined) {
   EXPECT_EQ(greedy_cut({}, 4), (Ranks{}));
   EXPECT_EQ(greedy_cut({0, 0, 0}, 2), (Ranks{0}));
   EXPECT_EQ(greedy_cut({3, 3, 3, 3, 3}, 1), (Ranks{0}));
+}
+
+TEST(WeightedBlock, as_computed_by_hand) {
+  using Block = std::vector<BlockOwner>;
+  EXPECT_EQ(weighted_block(up_to(3), 0, 2), (Block{{0, 2}, {1, 1}}));
+  EXPECT_EQ(weighted_block(up_to(3), 1, 2), (Block{{1, 1}, {2, 2}}));
+  EXPECT_EQ(weighted_block(up_to(2), 1, 3), (Block{{0, 1}, {1, 1}}));
+  EXPECT_EQ(weighted_block({5, 9}, 5, 3), (Block{{9, 2}}));  // worker 2 of the second replica
+}
+
+TEST(WeightedBlock, shares_owners_and_workers_out_evenly) {
+  for (std::uint32_t owners = 1; owners <= 12; ++owners) {
+    for (std::uint32_t workers = 1; workers <= 12; ++workers) {
+      std::vector<std::uint64_t> taken(owners, 0);
+      for (std::uint32_t c = 0; c < workers; ++c) {
+        std::uint64_t weights = 0;
+        Ranks producers;
+        std::set<std::uint64_t> distinct;
+        for (const BlockOwner& owner : weighted_block(up_to(owners), c, workers)) {
+          weights += owner.weight;
+          taken[owner.producer] += owner.weight;
+          distinct.insert(owner.weight);
+          producers.push_back(owner.producer);
+        }
+        EXPECT_EQ(weights, owners);
+        if (owners % workers != 0 && workers % owners != 0) continue;
+        EXPECT_EQ(producers, route_block(up_to(owners), c, workers));
+        EXPECT_EQ(distinct.size(), 1u);
+      }
+      EXPECT_EQ(taken, std::vector<std::uint64_t>(owners, workers))
+          << owners << " owners, " << workers << " workers";
+    }
+  }
+}
+
+TEST(GreedyCut, runs_as_long_as_their_weights) {
+  const std::vector<std::uint64_t> items(9, 10);
+  EXPECT_EQ(greedy_cut(items, std::vector<std::uint64_t>{2, 1}), (Ranks{0, 6}));
+  EXPECT_EQ(greedy_cut(items, std::vector<std::uint64_t>{1, 2}), (Ranks{0, 3}));
+  EXPECT_EQ(greedy_cut(items, std::vector<std::uint64_t>{1, 1, 1}), greedy_cut(items, 3));
+  EXPECT_EQ(greedy_cut({1u << 20, 1}, std::vector<std::uint64_t>{1, 5}), (Ranks{0, 1}));
 }
 
 TEST(GreedyCut, properties) {
