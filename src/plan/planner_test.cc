@@ -345,6 +345,29 @@ TEST(PlanWorker, bytes_are_evened_out_within_the_block) {
   EXPECT_EQ(primaries(2), (Ids{1, 1, 1, 1, 1}));
 }
 
+TEST(PlanWorker, split_pulls_are_as_long_as_their_owners_have_room) {
+  // Two workers over three trainers; every chunk is pulled from two of them, from the middle one half as much.
+  std::vector<TensorMeta> metadata;
+  for (int layer = 0; layer < 10; ++layer) {
+    for (char name = 'a'; name <= 'l'; ++name)
+      metadata.push_back(meta("l." + std::to_string(layer) + "." + name, {8}));
+  }
+  RecordingBuilder builder(metadata);
+  for (std::uint32_t name = 0; name < metadata.size(); ++name)
+    builder.whole(metadata[name].name, name, builder.fake(name));
+  const InitTables tables = make_tables(metadata, 3, 2);
+  std::map<std::uint32_t, std::size_t> keys;
+  for (std::uint32_t consumer = 0; consumer < 2; ++consumer) {
+    const WorkerPlan plan = must(plan_worker(tables, builder.build(), consumer, {.pull_split = 2}));
+    expect_exact(tables, builder.build(), plan);
+    for (const Chunk& chunk : plan.chunks) {
+      ASSERT_EQ(chunk.runs.size(), 2u);
+      for (const shardpull::Run& run : chunk.runs) keys[run.producer] += run.key_count;
+    }
+  }
+  EXPECT_EQ(keys, (std::map<std::uint32_t, std::size_t>{{0, 80}, {1, 80}, {2, 80}}));
+}
+
 TEST(PlanWorker, each_owner_set_is_evened_out_for_itself) {
   // What is held by trainer 1 alone does not push what both hold to trainer 0: other workers may not take
   // from it.
