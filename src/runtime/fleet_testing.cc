@@ -121,8 +121,9 @@ struct BoxSource::Held {
   std::shared_ptr<void> owner;
 };
 
-BoxSource::BoxSource(Trainer& engine, const std::vector<TensorMeta>& metadata, RankSpec spec, Tamper tamper)
-    : metadata_(metadata), spec_(std::move(spec)), tamper_(std::move(tamper)) {
+BoxSource::BoxSource(Trainer& engine, const std::vector<TensorMeta>& metadata, RankSpec spec, Tamper tamper,
+                     Content content)
+    : metadata_(metadata), spec_(std::move(spec)), tamper_(std::move(tamper)), content_(std::move(content)) {
   const auto groups = form_groups(metadata_);
   for (const GatherGroup& group : *groups) {
     groups_.emplace_back(group.count);
@@ -148,11 +149,11 @@ BoxSource::BoxSource(Trainer& engine, const std::vector<TensorMeta>& metadata, R
     auto owned = std::make_shared<std::vector<std::byte>>(bytes);
     return EngineMemory{owned->data(), bytes, owned};
   };
-  std::uint64_t total = 0;
-  std::vector<std::uint64_t> bytes;
-  for (Held& held : held_) {
-    const TensorMeta& meta = metadata_[held.name];
-    const Bytewise unit(meta.dtype);
+  std::vector<std::uint64_t> bytes;  // from a tensor's first element to past its last
+  std::uint64_t total = 1;
+  for (std::size_t i = 0; i < held_.size(); ++i) {
+    Held& held = held_[i];
+    const Bytewise unit(metadata_[held.name].dtype);
     held.stride = row_major(held.part.size);
     if (spec_.lie == Lie::kPadded && held.part.size.size() > 1) {
       Sizes pitched = held.part.size;
@@ -166,28 +167,21 @@ BoxSource::BoxSource(Trainer& engine, const std::vector<TensorMeta>& metadata, R
         step *= held.part.size[d];
       }
     }
+    if (!spec_.places.empty()) held.stride = spec_.places[i].stride;
     std::int64_t last = 0;
     const Sizes sizes = unit.sizes(held.part.size), stride = unit.strides(held.stride);
     for (std::size_t d = 0; d < sizes.size(); ++d) last += (sizes[d] - 1) * stride[d];
     bytes.push_back(product(sizes) == 0 ? 0 : static_cast<std::uint64_t>((last + 1) * unit.element));
-    total += bytes.back() + 8;
+    if (!spec_.places.empty())
+      total = std::max(total, static_cast<std::uint64_t>(spec_.places[i].offset) + bytes.back());
   }
-  if (spec_.one_storage) {
-    const EngineMemory memory = memory_of(total);
-    std::uint64_t at = 0;
-    for (std::size_t i = 0; i < held_.size(); ++i) {
-      held_[i].data = memory.data + at;
-      held_[i].storage = memory.data;
-      held_[i].storage_bytes = memory.bytes;
-      held_[i].owner = memory.owner;
-      at += bytes[i] + 8;
-    }
-    return;
-  }
+  const EngineMemory shared = spec_.places.empty() ? EngineMemory{} : memory_of(total);
   for (std::size_t i = 0; i < held_.size(); ++i) {
-    const EngineMemory memory = memory_of(std::max<std::uint64_t>(bytes[i], 1));
-    held_[i].data = held_[i].storage = memory.data;
-    held_[i].storage_bytes = bytes[i];
+    const bool own = spec_.places.empty();
+    const EngineMemory memory = own ? memory_of(std::max<std::uint64_t>(bytes[i], 1)) : shared;
+    held_[i].data = memory.data + (own ? 0 : spec_.places[i].offset);
+    held_[i].storage = memory.data;
+    held_[i].storage_bytes = own ? bytes[i] : total;
     held_[i].owner = memory.owner;
   }
 }
@@ -204,7 +198,7 @@ void BoxSource::set_version(std::uint64_t version) {
       const std::int64_t from = (first + dot(index, global)) * unit.element;
       for (std::int64_t b = 0; b < unit.element; ++b) {
         held.data[dot(index, stride) * unit.element + b] =
-            code(held.name, version, static_cast<std::uint64_t>(from + b));
+            content_(held.name, version, static_cast<std::uint64_t>(from + b));
       }
     });
   }
@@ -252,7 +246,7 @@ class BoxSource::Stream final : public GroupStream {
     --source_.held_groups;
     for (const Held& held : source_.held_) {
       const auto& names = source_.groups_[group];
-      if (std::find(names.begin(), names.end(), held.name) == names.end() || source_.spec_.one_storage)
+      if (std::find(names.begin(), names.end(), held.name) == names.end() || !source_.spec_.places.empty())
         continue;
       std::memset(held.data, 0xEE, held.storage_bytes);
     }
@@ -330,7 +324,8 @@ Status BoxModel::load_weights(const std::vector<NamedTensor>& weights) {
 
 std::string first_difference(const Model& model, const std::vector<TensorMeta>& metadata,
                              const ModelSpec& spec,
-                             const std::vector<std::optional<std::uint64_t>>& version_of) {
+                             const std::vector<std::optional<std::uint64_t>>& version_of,
+                             const Content& content) {
   for (const ModuleSpec& given : spec) {
     const Parameter& parameter = *model.find_module(given.name)->find("weight");
     std::vector<std::byte> expected(parameter.storage_bytes(), std::byte{0xCD});
@@ -347,7 +342,7 @@ std::string first_difference(const Model& model, const std::vector<TensorMeta>& 
         const std::int64_t at = dot(unit.sizes(feed.at), to) + dot(index, to);
         for (std::int64_t b = 0; b < unit.element; ++b) {
           expected[static_cast<std::size_t>(at * unit.element + b)] =
-              code(feed.name, *version_of[feed.name], static_cast<std::uint64_t>(from * unit.element + b));
+              content(feed.name, *version_of[feed.name], static_cast<std::uint64_t>(from * unit.element + b));
         }
       });
     }
@@ -424,7 +419,7 @@ class Fleet {
         return spec_.tamper(rank, version, tensors);
       };
     }
-    BoxSource source(**trainer, spec_.metadata, spec_.ranks[rank], tamper);
+    BoxSource source(**trainer, spec_.metadata, spec_.ranks[rank], tamper, spec_.content);
     out_.inits[rank] = (*trainer)->init(source);
     if (!out_.inits[rank].ok()) return;
     for (const Step& step : spec_.steps) {
@@ -460,7 +455,7 @@ class Fleet {
           while (at < spec_.steps.size() && spec_.steps[at].version != version) ++at;
           if (at == spec_.steps.size())
             return problem("a sync of unknown version " + std::to_string(version));
-          if (!status.ok()) return;
+          if (!status.ok()) return check_untouched(id, at, **worker, model, version_of);
           for (std::uint32_t name = 0; name < version_of.size(); ++name) {
             if (matches(spec_.steps[at].names, spec_.metadata[name].name)) version_of[name] = version;
           }
@@ -468,12 +463,34 @@ class Fleet {
         });
   }
 
+  // After a failed sync: what it was not to move is what it was.
+  void check_untouched(std::uint32_t id, std::size_t at, const Worker& worker, const BoxModel& model,
+                       const std::vector<std::optional<std::uint64_t>>& version_of) {
+    ModelSpec untouched = spec_.workers[id];
+    std::erase_if(untouched, [&](const ModuleSpec& module) {
+      return std::any_of(module.feeds.begin(), module.feeds.end(), [&](const Feed& feed) {
+        return matches(spec_.steps[at].names, spec_.metadata[feed.name].name);
+      });
+    });
+    const std::string where = "worker " + std::to_string(id) + " after the failed version " +
+                              std::to_string(spec_.steps[at].version) + ": ";
+    const std::string difference =
+        first_difference(model, spec_.metadata, untouched, version_of, spec_.content);
+    if (!difference.empty()) problem(where + difference);
+    for (const ModuleSpec& module : untouched) {
+      const auto held = worker.module_version(module.name);
+      if (!held.ok() || held.value() != version_of[module.feeds[0].name])
+        problem(where + module.name + " lost its version");
+    }
+  }
+
   void check(std::uint32_t id, std::size_t at, const Worker& worker, const BoxModel& model,
              const std::vector<std::optional<std::uint64_t>>& version_of, bool mapped,
              const WorkerReport& report) {
     const std::string where =
         "worker " + std::to_string(id) + " version " + std::to_string(spec_.steps[at].version) + ": ";
-    const std::string difference = first_difference(model, spec_.metadata, spec_.workers[id], version_of);
+    const std::string difference =
+        first_difference(model, spec_.metadata, spec_.workers[id], version_of, spec_.content);
     if (!difference.empty()) problem(where + difference);
     if (const Status guards = model.check_guards(); !guards.ok()) problem(where + guards.to_string());
     if (const auto version = worker.version(); !version.ok() || *version != spec_.steps[at].version)

@@ -18,6 +18,8 @@ namespace shardpull::fleet_testing {
 
 // The position code: byte `i` of tensor `name` at `version`.
 std::byte code(std::uint32_t name, std::uint64_t version, std::uint64_t i);
+// What byte `i` of a tensor is; where tensors share memory, something else than code().
+using Content = std::function<std::byte(std::uint32_t name, std::uint64_t version, std::uint64_t i)>;
 
 Box box(std::vector<std::int64_t> start, std::vector<std::int64_t> size);
 // Rows [first, first + count) of dim `dim`, everything of the others.
@@ -40,8 +42,13 @@ struct RankSpec {
   bool engine_memory = true;
   bool resident = false;
   PublishMode publish = PublishMode::kAuto;
-  // Everything in one storage, tensors at odd places of it.
-  bool one_storage = false;
+  // Where its tensors lie, all in one storage: first byte and strides in elements, one for each whole name
+  // and piece, by name. Empty: each has a storage of its own and lies as `lie` says.
+  struct Place {
+    std::int64_t offset = 0;
+    std::vector<std::int64_t> stride;
+  };
+  std::vector<Place> places;
 };
 
 // fully_shard: rank r of n holds rows [r c, (r + 1) c) of dim `dim`, c = ceil(rows / n), of every tensor that
@@ -55,7 +62,8 @@ class BoxSource final : public WeightSource {
   // Tells the thread of send_weights' source what to break: called with every group before it is yielded.
   using Tamper = std::function<Status(std::uint64_t version, GroupTensors& tensors)>;
 
-  BoxSource(Trainer& engine, const std::vector<TensorMeta>& metadata, RankSpec spec, Tamper tamper = nullptr);
+  BoxSource(Trainer& engine, const std::vector<TensorMeta>& metadata, RankSpec spec, Tamper tamper,
+            Content content);
   ~BoxSource() override;
   // Writes all tensors as of `version`.
   void set_version(std::uint64_t version);
@@ -76,9 +84,9 @@ class BoxSource final : public WeightSource {
   std::vector<TensorMeta> metadata_;
   RankSpec spec_;
   Tamper tamper_;
+  Content content_;
   std::vector<Held> held_;
   std::vector<std::vector<std::uint32_t>> groups_;
-  std::shared_ptr<void> storage_;
 };
 
 // ---- the worker side ------------------------------------------------------------------------------------
@@ -119,7 +127,8 @@ class BoxModel final : public Model {
 // none: never sent) says, or "".
 std::string first_difference(const Model& model, const std::vector<TensorMeta>& metadata,
                              const ModelSpec& spec,
-                             const std::vector<std::optional<std::uint64_t>>& version_of);
+                             const std::vector<std::optional<std::uint64_t>>& version_of,
+                             const Content& content);
 
 // ---- the fleet ------------------------------------------------------------------------------------------
 
@@ -135,6 +144,7 @@ struct FleetSpec {
   std::vector<ModelSpec> workers;
   std::uint32_t replicas = 1;
   std::vector<Step> steps = {{0}, {1}, {2}};
+  Content content = code;
   // What of options the test changes.
   std::function<void(std::uint32_t rank, TrainerOptions&)> trainer_options = nullptr;
   std::function<void(std::uint32_t worker, WorkerOptions&)> worker_options = nullptr;

@@ -2,6 +2,8 @@
 // gathered or in place, mapped or packed, each worker ends with exactly the bytes of the whole tensors.
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -313,6 +315,222 @@ TEST(Pieces, random_boxes_and_windows) {
     };
     expect_exact(spec);
   }
+}
+
+// Pulls of all ranks in one sync.
+std::uint64_t packs_of(const SyncReport& report) {
+  std::uint64_t packs = 0;
+  for (const RankReport& rank : report.ranks) packs += rank.packs;
+  return packs;
+}
+
+// Goal: workers of different replicas that take the same share a producer's serve slots: it packs once for
+// all of them, however many there are.
+TEST(Pieces, a_producer_packs_once_for_all_replicas) {
+  std::vector<std::uint64_t> packs, bytes;
+  for (const std::uint32_t replicas : {1u, 2u, 3u}) {
+    SCOPED_TRACE(replicas);
+    FleetSpec spec;
+    spec.metadata = small_model();
+    spec.ranks = sharded(spec.metadata, 2);
+    spec.workers = workers_of(spec.metadata, 2, replicas);
+    spec.replicas = replicas;
+    set_mode(spec, kModes[1]);
+    const FleetOutcome outcome = expect_exact(spec);
+    packs.push_back(packs_of(outcome.reports[0]));
+    std::uint64_t packed = 0, moved = 0;
+    for (const SyncReport& report : outcome.reports) EXPECT_EQ(packs_of(report), packs.back());
+    for (const RankReport& rank : outcome.reports[0].ranks) packed += rank.packed_bytes;
+    for (const WorkerReport& worker : outcome.reports[0].workers) moved += worker.bytes_moved;
+    EXPECT_EQ(moved, replicas * packed);
+    bytes.push_back(packed);
+  }
+  EXPECT_EQ(packs, (std::vector<std::uint64_t>(3, packs[0])));
+  EXPECT_EQ(bytes, (std::vector<std::uint64_t>(3, bytes[0])));
+
+  // Without sharing, every replica has slots of its own.
+  FleetSpec spec;
+  spec.metadata = small_model();
+  spec.ranks = sharded(spec.metadata, 2);
+  spec.workers = workers_of(spec.metadata, 2, 2);
+  spec.replicas = 2;
+  set_mode(spec, kModes[1]);
+  spec.trainer_options = [](std::uint32_t, TrainerOptions& options) { options.workers_per_replica = 4; };
+  EXPECT_EQ(packs_of(expect_exact(spec).reports[0]), 2 * packs[0]);
+}
+
+// Goal: chunks cut finer, and pulled from several producers at once, are the same bytes in more pulls.
+TEST(Pieces, chunk_split_and_pull_split) {
+  FleetSpec spec;
+  spec.metadata = small_model();
+  spec.ranks.resize(4);
+  for (RankSpec& rank : spec.ranks) {
+    for (std::uint32_t name = 0; name < spec.metadata.size(); ++name) rank.whole.push_back(name);
+  }
+  spec.workers = workers_of(spec.metadata, 1);
+  std::vector<std::uint64_t> packs;
+  for (const auto& [chunk_split, pull_split] : {std::pair(1u, 1u), {3u, 1u}, {1u, 2u}, {1u, 3u}, {3u, 2u}}) {
+    SCOPED_TRACE(std::to_string(chunk_split) + " " + std::to_string(pull_split));
+    spec.worker_options = [chunk_split = chunk_split, pull_split = pull_split](std::uint32_t,
+                                                                               WorkerOptions& options) {
+      options.chunk_split = chunk_split;
+      options.pull_split = pull_split;
+    };
+    expect_exact_in_every_mode(spec);
+    set_mode(spec, kModes[1]);
+    packs.push_back(packs_of(expect_exact(spec).reports[0]));
+  }
+  // Five groups, three of them of four names; the others of one, which cannot be split.
+  EXPECT_EQ(packs[0], 5u);
+  EXPECT_EQ(packs[1], 2 + 3 * 3u);
+  EXPECT_EQ(packs[2], 2 + 3 * 2u);
+  EXPECT_EQ(packs[3], 2 + 3 * 3u);
+  EXPECT_GT(packs[4], packs[1]);
+
+  for (const bool chunk : {true, false}) {
+    spec.worker_options = [chunk](std::uint32_t, WorkerOptions& options) {
+      (chunk ? options.chunk_split : options.pull_split) = 0;
+    };
+    spec.trainer_options = [](std::uint32_t, TrainerOptions& options) {
+      options.fleet.connect_timeout_ms = 300;
+    };
+    const FleetOutcome refused = run_fleet(spec);
+    EXPECT_NE(refused.connects[0].message().find((chunk ? std::string("chunk") : std::string("pull")) +
+                                                 "_split must be >= 1 (it is 0)"),
+              std::string::npos)
+        << refused.connects[0].to_string();
+  }
+}
+
+// Goal: ranks of one fleet may publish differently, and a rank's own choice overrides its source's.
+TEST(Pieces, ranks_of_one_fleet_publish_in_different_modes) {
+  FleetSpec spec;
+  spec.metadata = small_model();
+  spec.ranks = sharded(spec.metadata, 4);
+  spec.ranks[0].resident = true;                                                // in place
+  spec.ranks[1].resident = true, spec.ranks[1].publish = PublishMode::kGather;  // credit all the same
+  spec.ranks[2].resident = true, spec.ranks[2].publish = PublishMode::kResident;
+  spec.ranks[2].engine_memory = false;
+  spec.workers = workers_of(spec.metadata, 2);
+  spec.trainer_options = [](std::uint32_t, TrainerOptions& options) { options.lookahead = 0; };
+  const FleetOutcome outcome = expect_exact(spec);
+  std::vector<std::uint64_t> held;
+  for (const RankSpec& rank : spec.ranks) {
+    std::uint64_t bytes = 0;
+    for (const Piece& piece : rank.pieces) {
+      std::int64_t elements = 1;
+      for (const std::int64_t size : piece.box.size) elements *= size;
+      bytes += *bytes_of(spec.metadata[piece.name].dtype, elements);
+    }
+    for (const std::uint32_t name : rank.whole) bytes += *bytes_of(spec.metadata[name].dtype, 1);
+    held.push_back(bytes);
+  }
+  for (const SyncReport& report : outcome.reports) {
+    // A resident rank copies nothing and has everything published at the end; the others export all (it is
+    // small) and hold one group.
+    EXPECT_EQ(report.ranks[0].export_bytes, 0u);
+    EXPECT_EQ(report.ranks[2].export_bytes, 0u);
+    EXPECT_EQ(report.ranks[0].peak_resident_bytes, held[0]);
+    EXPECT_EQ(report.ranks[2].peak_resident_bytes, held[2]);
+    EXPECT_EQ(report.ranks[1].export_bytes, held[1]);
+    EXPECT_EQ(report.ranks[3].export_bytes, held[3]);
+    EXPECT_LT(report.ranks[1].peak_resident_bytes, held[1]);
+  }
+  EXPECT_EQ(outcome.peak_groups[1], 1);
+  EXPECT_EQ(outcome.peak_groups[3], 1);
+  EXPECT_EQ(outcome.engine_bytes[0], 0u);
+}
+
+// What describe refuses, by its message.
+TEST(Pieces, holdings_that_make_no_sense_are_refused_naming_the_tensor) {
+  const auto refused = [](const std::string& message, auto change) {
+    FleetSpec spec;
+    spec.metadata = small_model();
+    spec.ranks = sharded(spec.metadata, 1);
+    change(spec.ranks[0]);
+    spec.workers = workers_of(spec.metadata, 1);
+    spec.trainer_options = [](std::uint32_t, TrainerOptions& options) {
+      options.fleet.connect_timeout_ms = 300;
+    };
+    spec.worker_options = [](std::uint32_t, WorkerOptions& options) {
+      options.fleet.connect_timeout_ms = 300;
+    };
+    const FleetOutcome outcome = run_fleet(spec);
+    EXPECT_NE(outcome.inits[0].message().find(message), std::string::npos)
+        << message << " | " << outcome.inits[0].to_string();
+    EXPECT_FALSE(outcome.connects[0].ok());
+  };
+  refused("embed.weight is held whole and in pieces", [](RankSpec& rank) { rank.whole.push_back(0); });
+  refused("a piece of embed.weight is empty: [4:4, 0:12]; leave it out",
+          [](RankSpec& rank) { rank.pieces[0].box = box({4, 0}, {0, 12}); });
+  refused("a piece of embed.weight: box [4:25, 0:12] does not lie within shape [24, 12] in dim 0",
+          [](RankSpec& rank) { rank.pieces[0].box = box({4, 0}, {21, 12}); });
+  refused("nobody holds [20:24, 0:12] of 'embed.weight'",
+          [](RankSpec& rank) { rank.pieces[0].box.size[0] = 20; });
+  refused("holds a piece of name 14, the model has 14 names",
+          [](RankSpec& rank) { rank.pieces[0].name = 14; });
+  refused("publish is resident, but the weight source of trainer 0 does not keep its tensors in place",
+          [](RankSpec& rank) { rank.publish = PublishMode::kResident; });
+  refused("trainer rank 0 holds nothing", [](RankSpec& rank) {
+    rank.pieces.clear();
+    rank.whole.clear();
+  });
+}
+
+// A worker that is given a recording runs no loader; one of another model is refused.
+TEST(Pieces, a_given_recording_replaces_the_bake) {
+  FleetSpec spec;
+  spec.metadata = small_model();
+  spec.ranks = sharded(spec.metadata, 2);
+  spec.workers = workers_of(spec.metadata, 2);
+  std::vector<std::shared_ptr<const Recording>> recordings;
+  for (const ModelSpec& worker : spec.workers) {
+    fleet_testing::BoxModel model(spec.metadata, worker);
+    auto baked = bake(model, spec.metadata);
+    ASSERT_TRUE(baked.ok()) << baked.status().to_string();
+    recordings.push_back(std::make_shared<const Recording>(std::move(*baked)));
+  }
+  spec.worker_options = [&](std::uint32_t worker, WorkerOptions& options) {
+    options.recording = recordings[worker];
+  };
+  const FleetOutcome given = expect_exact(spec);
+  spec.worker_options = nullptr;
+  EXPECT_EQ(given.hashes, expect_exact(spec).hashes);
+
+  const auto refused = [&](const std::string& message, const std::function<void(Recording&)>& change) {
+    auto other = std::make_shared<Recording>(*recordings[1]);
+    change(*other);
+    FleetSpec broken = spec;
+    broken.worker_options = [&](std::uint32_t worker, WorkerOptions& options) {
+      options.recording = worker == 1 ? other : recordings[0];
+      options.fleet.connect_timeout_ms = 2'000;
+    };
+    broken.trainer_options = [](std::uint32_t, TrainerOptions& options) {
+      options.fleet.connect_timeout_ms = 2'000;
+    };
+    const FleetOutcome outcome = run_fleet(broken);
+    EXPECT_NE(outcome.connects[1].message().find("the recording is of another model: " + message),
+              std::string::npos)
+        << message << " | " << outcome.connects[1].to_string();
+  };
+  refused("module 1 is 'other', the model's is 'layers.0.down.weight'",
+          [](Recording& recording) { recording.modules[1].name = "other"; });
+  refused("it has no module 'norm.weight'", [](Recording& recording) {
+    recording.modules.pop_back();
+    recording.parameters.pop_back();
+  });
+  refused("the model has no module 'more'",
+          [](Recording& recording) { recording.modules.push_back({"more", "Box", false, false}); });
+  refused("parameter 'embed.weight.weight' is F16 [12, 12] stride [12, 1], the model's is BF16 [12, 12]",
+          [](Recording& recording) { recording.parameters[0].dtype = DType::kF16; });
+  refused("parameter 'embed.weight.weight' is BF16 [24, 12] stride [12, 1], the model's is BF16 [12, 12]",
+          [](Recording& recording) { recording.parameters[0].shape = {24, 12}; });
+  refused("it has no parameter 'embed.weight.weight' where the model has it",
+          [](Recording& recording) { recording.parameters[0].name = "bias"; });
+  refused("the model has no parameter 'bias' in module 'norm.weight'", [](Recording& recording) {
+    recording.parameters.push_back(recording.parameters.back());
+    recording.parameters.back().name = "bias";
+  });
 }
 
 // Sub-byte elements: two to a byte. Boxes on byte boundaries are served like any other; others are refused.

@@ -416,6 +416,8 @@ void Worker::Impl::start_update(const StartUpdate& message) {
     current_version = message.version;
     delivered = false;
     if (version_guard.load() % 2 == 0) version_guard.fetch_add(1);  // odd before the first byte lands
+  } else {
+    push_result(message.version, status, {options.consumer, plan->bytes_kept, 0, 0, 0});
   }
   send(kSender, UpdateStarted{message.sync_id, status});
 }
