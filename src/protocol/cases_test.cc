@@ -17,6 +17,73 @@ using testing::IsEmpty;
 
 const Status kBroken(StatusCode::kInternal, "EIO");
 
+// A tied model's engine keeps two storages, and syncs send only the embedding: the head stayed old.
+TEST(Cases, case_002_one_name_updates_both_modules_it_feeds) {
+  TinyModel model = tiny_model({.groups = 3});  // module 2 is the head: fed by layer 0's name, not by its own
+  model.recording.scatters[2].name = 0;
+  ConsumerBench b(model.plan(0), 3);
+  b.start(1, 1);
+  b.run_to_end();
+  ASSERT_EQ(b.machine.finish_update(0, 1, b.out), Status());
+  b.part = part_of(model, *b.plan, some_names(model, {0}));
+  b.take();
+  b.start(2, 2);
+  b.run_to_end();
+  ASSERT_EQ(b.machine.finish_update(0, 2, b.out), Status());
+  EXPECT_EQ(to_string(b.machine.modules()[0]), "current(2)");
+  EXPECT_EQ(to_string(b.machine.modules()[1]), "current(1)");
+  EXPECT_EQ(to_string(b.machine.modules()[2]), "current(2)");
+
+  model.recording.scatters.push_back(model.recording.scatters[1]);  // a head that other names feed too: loud
+  model.recording.scatters.back().destination = {2, DType::kF32, 0, {4, 4}, {4, 1}};
+  const Status stale =
+      restrict_plan(*b.plan, model.recording, *model.tables, some_names(model, {0})).status();
+  EXPECT_THAT(stale.message(), AllOf(HasSubstr("'module2'"), HasSubstr("'layers.1.w0', which it does not")));
+}
+
+// The target trained, the draft frozen; the draft was post-processed again without new weights.
+TEST(Cases, case_053_modules_outside_a_sync_are_neither_written_nor_processed) {
+  const TinyModel model = tiny_model({.groups = 3});  // module 2 is the draft
+  ConsumerBench b(model.plan(0), 3);
+  b.start(1, 1);
+  b.run_to_end();
+  ASSERT_EQ(b.machine.finish_update(0, 1, b.out), Status());
+  const auto target = part_of(model, *b.plan, some_names(model, {0, 1}));
+  for (std::uint64_t sync = 2; sync <= 4; ++sync) {
+    b.part = target;
+    b.take();
+    b.start(sync, sync);
+    b.run_to_end();
+    ASSERT_EQ(b.machine.finish_update(0, sync, b.out), Status());
+    EXPECT_THAT(b.scattering(), ElementsAre(0u, 1u));
+    EXPECT_THAT(b.posting(), ElementsAre(0u, 1u));
+    EXPECT_EQ(to_string(b.machine.modules()[2]), "current(1)");
+    EXPECT_EQ(*b.machine.version(), sync);
+  }
+}
+
+// Two lists shared a tensor: the end of one took it from the other.
+TEST(Cases, case_064_a_group_freed_beside_one_that_shares_its_storage_takes_nothing_from_it) {
+  ProducerBench b({.groups = 2, .names_per_group = 2, .path = Path::kMapped});
+  b.reserve_all();
+  ASSERT_EQ(b.begin(1), Status());
+  std::vector<PublishedView> first = b.views(0), second = b.views(1);
+  for (PublishedView& view : first) view.location.where = {7, 1, 0, 64};
+  for (PublishedView& view : second) view.location.where = {7, 1, 32, 64};  // overlaps, and each name twice
+  ASSERT_EQ(b.machine.publish_group(0, 0, first, b.out), Status());
+  b.pull(0, 0);
+  b.pull(0, 1);
+  b.signal(0, {0});
+  ASSERT_EQ(b.count<producer_action::GroupFreed>(), 1u);
+  ASSERT_EQ(b.machine.publish_group(0, 1, second, b.out), Status());
+  b.take();
+  b.pull(0, 2);
+  ASSERT_EQ(b.count<producer_action::ReadyReply>(), 1u);
+  const RemoteRef where = b.all<producer_action::ReadyReply>()[0].ready.entries.at(0).where;
+  EXPECT_EQ(where, (RemoteRef{7, 1, 32, 64}));
+  EXPECT_THAT(b.machine.unfreed(), ElementsAre(1u));
+}
+
 // A bucket shared by two readers; one acknowledged, and it was overwritten under the other.
 TEST(Cases, case_085_a_slot_is_written_again_only_after_every_reader_is_done) {
   ProducerBench b({.groups = 8, .consumers = 2, .replicas = 2, .ring_depth = 2});
@@ -171,7 +238,8 @@ TEST(Cases, case_095_a_failed_sync_leaves_the_worker_able_to_run_the_next) {
 TEST(Cases, case_096_of_two_updates_at_once_the_second_is_refused) {
   ConsumerBench b({.groups = 2});
   b.start(5, 5);
-  EXPECT_THAT(b.machine.start_update(0, 6, 6, nullptr, b.out).message(), HasSubstr("while updating in sync 5"));
+  EXPECT_THAT(b.machine.start_update(0, 6, 6, nullptr, b.out).message(),
+              HasSubstr("while updating in sync 5"));
   EXPECT_FALSE(b.machine.update(0, b.out).ok());
   b.run_to_end();
   EXPECT_EQ(b.update_result(), Status()) << "the first is not disturbed";

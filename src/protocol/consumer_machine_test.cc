@@ -444,13 +444,15 @@ TEST(ConsumerStates, CallsOutOfOrderAreErrorsNamingTheState) {
   EXPECT_THAT(b.machine.finish_update(0, 1, b.out).message(), HasSubstr("while idle"));
   b.start(3, 10);
   EXPECT_THAT(b.machine.update(0, b.out).message(), HasSubstr("the worker is updating"));
-  EXPECT_THAT(b.machine.start_update(0, 4, 10, nullptr, b.out).message(), HasSubstr("while updating in sync 3"));
+  EXPECT_THAT(b.machine.start_update(0, 4, 10, nullptr, b.out).message(),
+              HasSubstr("while updating in sync 3"));
   EXPECT_THAT(b.machine.finish_update(0, 3, b.out).message(), HasSubstr("while updating"));
   b.ready(0);
   b.land(0);
   b.scattered(0);
   b.ack_all();
-  EXPECT_THAT(b.machine.start_update(0, 4, 10, nullptr, b.out).message(), HasSubstr("post-processing of sync 3 runs"));
+  EXPECT_THAT(b.machine.start_update(0, 4, 10, nullptr, b.out).message(),
+              HasSubstr("post-processing of sync 3 runs"));
   EXPECT_THAT(b.machine.finish_update(0, 2, b.out).message(),
               HasSubstr("of sync 2 while prepared in sync 3"));
   ASSERT_EQ(b.machine.finish_update(0, 3, b.out), Status());
@@ -460,7 +462,8 @@ TEST(ConsumerStates, CallsOutOfOrderAreErrorsNamingTheState) {
   b.posted(0);
   EXPECT_EQ(b.finish_result(), Status());
   EXPECT_EQ(b.machine.state(), WorkerState::kIdle);
-  EXPECT_THAT(b.machine.start_update(0, 3, 10, nullptr, b.out).message(), HasSubstr("sync 3 is not after sync 3"));
+  EXPECT_THAT(b.machine.start_update(0, 3, 10, nullptr, b.out).message(),
+              HasSubstr("sync 3 is not after sync 3"));
 }
 
 TEST(ConsumerStates, ModulesSayWhatTheyHold) {

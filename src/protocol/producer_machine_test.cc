@@ -124,7 +124,8 @@ TEST(ProducerBegin, RefusesABadLiveSetAndChangesNothing) {
   EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {}, {}, {}, b.out).message(), HasSubstr("live set is empty"));
   EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {0, 3}, {}, {}, b.out).message(), HasSubstr("live consumer 3"));
   EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {1, 1}, {}, {}, b.out).message(), HasSubstr("not ascending"));
-  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {0}, {1}, {}, b.out).message(), HasSubstr("does not own group 1"));
+  EXPECT_THAT(b.machine.begin_sync(0, 1, 1, {0}, {1}, {}, b.out).message(),
+              HasSubstr("does not own group 1"));
   EXPECT_FALSE(b.machine.syncing());
   EXPECT_EQ(b.machine.begin_sync(0, 1, 1, {0, 2}, {0}, {}, b.out), Status());
   EXPECT_THAT(b.machine.live(), ElementsAre(0u, 2u));

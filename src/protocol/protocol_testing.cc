@@ -67,7 +67,9 @@ TinyModel tiny_model(const TinyOptions& options) {
 
   TinyModel model;
   for (std::uint32_t name = 0; name < tables->metadata.size(); ++name) {
-    const std::uint32_t module = options.modules_span_groups ? 0 : name / options.names_per_group;
+    const std::uint32_t module = options.modules_span_groups ? 0
+                                 : options.module_per_name   ? name
+                                                             : name / options.names_per_group;
     if (module == model.recording.modules.size()) {
       model.recording.modules.push_back({fmt::format("module{}", module), "Tiny", true, true});
     }
@@ -89,6 +91,17 @@ TinyModel tiny_model(const TinyOptions& options) {
 
 std::shared_ptr<const WorkerPlan> TinyModel::plan(std::uint32_t consumer) const {
   return std::make_shared<const WorkerPlan>(must(plan_worker(*tables, recording, consumer, options)));
+}
+
+NameSet some_names(const TinyModel& model, const std::vector<std::uint32_t>& names) {
+  NameSet set((model.tables->metadata.size() + 7) / 8, 0);
+  for (const std::uint32_t name : names) set[name / 8] |= static_cast<std::uint8_t>(1u << (name % 8));
+  return set;
+}
+
+std::shared_ptr<const WorkerPlan> part_of(const TinyModel& model, const WorkerPlan& plan,
+                                          const NameSet& names) {
+  return std::make_shared<const WorkerPlan>(must(restrict_plan(plan, model.recording, *model.tables, names)));
 }
 
 // ---- producer -----------------------------------------------------------------------------------
@@ -130,18 +143,19 @@ Status ProducerBench::begin(std::uint64_t sync, std::vector<std::uint32_t> live)
   }
   std::vector<std::uint32_t> owned;
   const auto owners = group_owners(*model.tables);
+  const auto groups = listed_groups(names, *model.tables);
   for (std::uint32_t g = 0; g < owners.size(); ++g) {
-    if (std::binary_search(owners[g].begin(), owners[g].end(), rank)) owned.push_back(g);
+    if (groups[g] && std::binary_search(owners[g].begin(), owners[g].end(), rank)) owned.push_back(g);
   }
   sync_id = sync;
-  return machine.begin_sync(now, sync, sync * 10, live, owned, {}, out);
+  return machine.begin_sync(now, sync, sync * 10, live, owned, names, out);
 }
 
 std::vector<PublishedView> ProducerBench::views(std::uint32_t group) const {
   std::vector<PublishedView> found;
   const auto group_of = group_of_names(*model.tables);
   for (std::uint32_t name = 0; name < group_of.size(); ++name) {
-    if (group_of[name] != group) continue;
+    if (group_of[name] != group || !listed(names, name)) continue;
     PublishedView view;
     view.name = name;
     view.dtype = DType::kF32;
@@ -157,7 +171,7 @@ Status ProducerBench::publish(std::uint32_t group) {
 }
 
 PullId ProducerBench::pull_id(std::uint32_t consumer, std::uint32_t seq) const {
-  const PullDescription& pull = pulls[consumer].at(seq);
+  const PullDescription pull = restrict_pulls(pulls[consumer], names).at(seq);
   return {sync_id, consumer, pull.chunk_id, static_cast<std::uint16_t>(pull.run), 0, seq};
 }
 
@@ -194,12 +208,17 @@ ConsumerBench::ConsumerBench(std::shared_ptr<const WorkerPlan> given, std::uint3
     : plan(std::move(given)), machine(consumer_config(plan, num_modules, stall_timeout_ns)) {}
 
 void ConsumerBench::start(std::uint64_t sync, std::uint64_t version) {
-  EXPECT_EQ(machine.start_update(now, sync, version, nullptr, out), Status());
+  EXPECT_EQ(machine.start_update(now, sync, version, part, out), Status());
   EXPECT_EQ(machine.update(now, out), Status());
 }
 
+const Chunk& ConsumerBench::chunk_of(std::uint32_t chunk_id) const {
+  const auto& chunks = (part ? part : plan)->chunks;
+  return *std::find_if(chunks.begin(), chunks.end(), [&](const Chunk& c) { return c.chunk_id == chunk_id; });
+}
+
 ReadyInfo ConsumerBench::ready_info(std::uint32_t chunk, std::uint16_t run) const {
-  const Chunk& c = plan->chunks[chunk];
+  const Chunk& c = chunk_of(chunk);
   ReadyInfo info;
   info.path = c.path;
   info.bytes = c.runs[run].bytes;
@@ -214,12 +233,11 @@ ReadyInfo ConsumerBench::ready_info(std::uint32_t chunk, std::uint16_t run) cons
 }
 
 PullId ConsumerBench::pull_id(std::uint32_t chunk, std::uint16_t run) const {
-  return {machine.sync_id(), plan->consumer, chunk, run, 0, plan->chunks[chunk].runs[run].seq};
+  return {machine.sync_id(), plan->consumer, chunk, run, 0, chunk_of(chunk).runs[run].seq};
 }
 
 void ConsumerBench::ready(std::uint32_t chunk, std::uint16_t run) {
-  machine.ready(now, plan->chunks[chunk].runs[run].producer, pull_id(chunk, run), ready_info(chunk, run),
-                out);
+  machine.ready(now, chunk_of(chunk).runs[run].producer, pull_id(chunk, run), ready_info(chunk, run), out);
 }
 void ConsumerBench::land(std::uint32_t chunk, std::uint16_t run, const Status& status) {
   machine.transfer_done(now, machine.sync_id(), chunk, run, status, out);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "plan/plan.h"
+#include "plan/restrict.h"
 #include "protocol/consumer_machine.h"
 #include "protocol/producer_machine.h"
 #include "protocol/trainer_machine.h"
@@ -30,6 +31,7 @@ struct TinyOptions {
   bool pipeline_stages =
       false;  // layer g is held by rank g mod producers only, else everybody holds everything
   bool modules_span_groups = false;  // one module takes a name of every group, else one module per group
+  bool module_per_name = false;      // else
   Path path = Path::kPacked;
   std::uint64_t max_chunk_bytes = 64;  // one name a chunk
   std::uint32_t pull_split = 1;
@@ -44,6 +46,11 @@ struct TinyModel {
   std::shared_ptr<const WorkerPlan> plan(std::uint32_t consumer) const;
 };
 TinyModel tiny_model(const TinyOptions& options = {});
+// The set of these names of the model.
+NameSet some_names(const TinyModel& model, const std::vector<std::uint32_t>& names);
+// What of a worker's plan a sync of these names runs.
+std::shared_ptr<const WorkerPlan> part_of(const TinyModel& model, const WorkerPlan& plan,
+                                          const NameSet& names);
 
 // The actions of kind T among `actions`, in order.
 template <typename T, typename Action>
@@ -65,8 +72,8 @@ struct ProducerBench {
   void reserve(std::uint32_t consumer, bool answer = true);
   void reserve_all();
   Status begin(std::uint64_t sync_id,
-               std::vector<std::uint32_t> live = {});  // empty: everybody; all owned groups
-  std::vector<PublishedView> views(std::uint32_t group) const;
+               std::vector<std::uint32_t> live = {});  // empty: everybody; all owned groups of `names`
+  std::vector<PublishedView> views(std::uint32_t group) const;  // of `names`
   Status publish(std::uint32_t group);
   PullId pull_id(std::uint32_t consumer, std::uint32_t seq) const;  // of the sync begun last
   void pull(std::uint32_t consumer, std::uint32_t seq);
@@ -94,6 +101,7 @@ struct ProducerBench {
   std::vector<std::vector<PullDescription>> pulls;  // by consumer, at this rank
   std::uint32_t rank;
   ProducerMachine machine;
+  NameSet names;  // of the syncs to begin
   std::uint64_t sync_id = 0;
   std::int64_t now = 0;
   ProducerActions out;
@@ -106,8 +114,8 @@ struct ConsumerBench {
   ConsumerBench(std::shared_ptr<const WorkerPlan> plan, std::uint32_t num_modules,
                 std::int64_t stall_timeout_ns = 300 * kSecond);
 
-  void start(std::uint64_t sync,
-             std::uint64_t version);  // start_update and update, both expected to be legal
+  // start_update, with `part`, and update, both expected to be legal.
+  void start(std::uint64_t sync, std::uint64_t version);
   void ready(std::uint32_t chunk, std::uint16_t run = 0);
   void land(std::uint32_t chunk, std::uint16_t run = 0, const Status& status = {});
   void scattered(std::uint32_t chunk, const Status& status = {});
@@ -133,10 +141,12 @@ struct ConsumerBench {
   // The status of the last UpdateDone; a failed expectation without one.
   Status update_result() const;
   Status finish_result() const;
+  const Chunk& chunk_of(std::uint32_t chunk_id) const;  // of the sync's plan
   ReadyInfo ready_info(std::uint32_t chunk, std::uint16_t run = 0) const;
   PullId pull_id(std::uint32_t chunk, std::uint16_t run = 0) const;
 
   std::shared_ptr<const WorkerPlan> plan;
+  std::shared_ptr<const WorkerPlan> part;  // what the syncs to start run; null: all of it
   ConsumerMachine machine;
   std::int64_t now = 0;
   ConsumerActions out;

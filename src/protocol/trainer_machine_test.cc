@@ -63,6 +63,44 @@ TEST(TrainerCredit, AtMostLookaheadPlusOneGroupsAreResident) {
   }
 }
 
+TEST(TrainerCredit, AResidentRankNeedsNone) {
+  RankBench b(0);
+  ASSERT_EQ(b.machine.begin(1, {2, 3, 5}, true, b.out), Status());
+  EXPECT_THAT(b.asked(), ElementsAre(2u)) << "still one call at a time, in order";
+  b.machine.published(2, b.out);
+  b.machine.published(3, b.out);
+  EXPECT_THAT(b.asked(), ElementsAre(2u, 3u, 5u)) << "nothing has been freed";
+  b.machine.group_freed(3, b.out);
+  EXPECT_THAT(b.released(), ElementsAre(3u)) << "a release follows each free";
+  b.machine.published(5, b.out);
+  EXPECT_EQ(b.count<AskEnd>(), 1u);
+  b.machine.source_ended(b.out);
+  EXPECT_EQ(b.count<EndProducer>(), 1u);
+  b.machine.group_freed(2, b.out);
+  b.machine.group_freed(5, b.out);
+  EXPECT_THAT(b.released(), ElementsAre(3u, 2u, 5u));
+  EXPECT_EQ(b.machine.peak_resident(), 3u);
+  b.machine.producer_ended(b.out);
+  EXPECT_EQ(b.count<RankDone>(), 1u);
+
+  ASSERT_EQ(b.machine.begin(2, {0, 1}, false, b.out), Status());
+  b.machine.published(0, b.out);
+  EXPECT_EQ(b.asked().back(), 0u) << "the next sync waits for credit again";
+}
+
+TEST(TrainerCredit, AFailedResidentSyncReleasesEverything) {
+  RankBench b(0);
+  ASSERT_EQ(b.machine.begin(1, {0, 1, 2}, true, b.out), Status());
+  b.machine.published(0, b.out);
+  b.machine.published(1, b.out);
+  b.machine.fail(Status(StatusCode::kInternal, "x"), b.out);
+  b.machine.producer_quiet(b.out);
+  EXPECT_THAT(b.released(), IsEmpty()) << "the source call under way has not returned";
+  b.machine.source_returned(b.out);
+  EXPECT_THAT(b.released(), ElementsAre(0u, 1u, 2u));
+  EXPECT_EQ(b.count<RankDone>(), 1u);
+}
+
 TEST(TrainerCredit, GroupsFreeOutOfOrder) {
   RankBench b(1);
   ASSERT_EQ(b.machine.begin(1, {0, 1, 2}, false, b.out), Status());
