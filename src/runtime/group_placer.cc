@@ -231,10 +231,16 @@ Result<GroupPlacer::Placed> GroupPlacer::place_held(
   const TensorView& view = *entry.view;
   SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t bytes, checked_bytes(view.dtype, view.shape));
   SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t extent, extent_of(view.dtype, view.shape, view.stride));
-  const auto home = std::find_if(memory.begin(), memory.end(), [&](const auto& each) {
-    const MemoryRef& ref = each->ref();
-    return view.data >= ref.address && view.data + extent <= ref.address + ref.bytes;
-  });
+  auto home =
+      std::upper_bound(memory.begin(), memory.end(), view.data,
+                       [](const std::byte* at, const auto& each) { return at < each->ref().address; });
+  if (home == memory.begin()) {
+    home = memory.end();
+  } else {
+    const MemoryRef& ref = (*--home)->ref();
+    const auto offset = static_cast<std::uint64_t>(view.data - ref.address);
+    if (offset > ref.bytes || extent > ref.bytes - offset) home = memory.end();
+  }
   // Small is judged by the storage. A tensor that plans take for small (they know names, not storages)
   // whose storage is large and cannot be mapped is packed too: its plan may be to map it.
   const bool small = bytes <= rank_.export_pack_limit &&

@@ -64,8 +64,8 @@ class GroupPlacer {
   // name tensor and rule.
   Status check(const GroupTensors& tensors, std::uint32_t group) const;
   // Places a checked group: copies its small tensors (complete when this returns) and says where each
-  // published part is. `memory`: what Trainer::allocate gave out and somebody still owns. The group counts as
-  // resident from here on.
+  // published part is. `memory`: what Trainer::allocate gave out and somebody still owns, ascending by
+  // address. The group counts as resident from here on.
   Result<std::vector<ServedTensor>> place(const GroupTensors& tensors, std::uint32_t group,
                                           const std::vector<std::shared_ptr<ExportedMemory>>& memory);
   // Nobody reads the group any more. False when it was not resident.

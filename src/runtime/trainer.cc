@@ -123,7 +123,7 @@ struct Trainer::Impl final : TransportSink {
   std::vector<std::uint32_t> whole_replicas() const;
   Status gather_loop(const SyncOpen& open);
   Status take_group(GroupStream& stream, std::uint32_t group);
-  // What allocate() gave out and somebody still owns.
+  // What allocate() gave out and somebody still owns, ascending by address.
   std::vector<std::shared_ptr<ExportedMemory>> owned_memory();
   Status expect_end(GroupStream& stream);
   void release(GroupStream* stream, std::uint32_t group);
@@ -928,6 +928,8 @@ std::vector<std::shared_ptr<ExportedMemory>> Trainer::Impl::owned_memory() {
     if (auto memory = each.lock()) owned.push_back(std::move(memory));
     return each.expired();
   });
+  std::sort(owned.begin(), owned.end(),
+            [](const auto& a, const auto& b) { return a->ref().address < b->ref().address; });
   return owned;
 }
 
