@@ -259,9 +259,8 @@ class BakeRecorder final : public Recorder {
     feeds.emplace(name->second, destination.parameter().module().index());
 
     if (source.dtype() != destination.dtype()) {
-      const std::string line = source.name() + " " + std::string(dtype_name(source.dtype())) + " -> " +
-                               destination.parameter().full_name() + " " +
-                               std::string(dtype_name(destination.dtype()));
+      const std::string line = conversion_text(source.name(), source.dtype(),
+                                               destination.parameter().full_name(), destination.dtype());
       const bool widens = lossless(source.dtype(), destination.dtype());
       if (options_.conversions == ConversionPolicy::kRefuse ||
           (options_.conversions == ConversionPolicy::kWiden && !widens)) {

@@ -1,4 +1,4 @@
-// How this room writes shapes and lists in messages.
+// How this room writes shapes, conversions and lists in messages.
 #pragma once
 
 #include <cstddef>
@@ -6,6 +6,8 @@
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "shardpull/dtype.h"
 
 namespace shardpull {
 
@@ -17,6 +19,13 @@ inline std::string describe(const std::vector<std::int64_t>& shape) {
     out += std::to_string(shape[d]);
   }
   return out + "]";
+}
+
+// "lm_head.weight BF16 -> lm_head.weight F32", the line of Recording::conversions.
+inline std::string conversion_text(const std::string& name, DType wire, const std::string& parameter,
+                                   DType dtype) {
+  return name + " " + std::string(dtype_name(wire)) + " -> " + parameter + " " +
+         std::string(dtype_name(dtype));
 }
 
 inline constexpr std::size_t kMaxListed = 8;

@@ -1,5 +1,5 @@
-// Op chains as text: what to_string(OpChain) writes, read back. The grammar is docs/FORMATS.md, "Recording
-// file".
+// Op chains as text: what to_string(OpChain) writes, read back. The grammar is in docs/FORMATS.md,
+// "Recording file".
 #pragma once
 
 #include <string_view>
