@@ -222,4 +222,32 @@ inline std::vector<std::byte> joined(const std::vector<std::vector<std::byte>>& 
   return out;
 }
 
+using Bytes = std::vector<std::byte>;
+
+inline std::vector<TensorMeta> one(std::string name, DType dtype, std::vector<std::int64_t> shape) {
+  return {{std::move(name), dtype, std::move(shape)}};
+}
+
+// Bakes a hand-made model, replays it over 0xCD with guards, and loads a second round eagerly over the same
+// memory.
+inline void expect_exact(TableModel& model, const Weights& weights) {
+  const Recording recording = must(bake(model, weights.metadata));
+  ASSERT_OK(model.materialise(std::byte{0xCD}, 64));
+  replay(recording, model, weights);
+  std::vector<Bytes> replayed;
+  for (const auto& module : model.modules()) {
+    for (const auto& parameter : module->parameters())
+      replayed.push_back({parameter->memory(), parameter->memory() + parameter->storage_bytes()});
+  }
+  ASSERT_OK(load_eagerly(model, weights.real()));
+  std::size_t i = 0;
+  for (const auto& module : model.modules()) {
+    for (const auto& parameter : module->parameters()) {
+      EXPECT_EQ(replayed[i++], Bytes(parameter->memory(), parameter->memory() + parameter->storage_bytes()))
+          << parameter->full_name();
+    }
+  }
+  EXPECT_OK(model.check_guards());
+}
+
 }  // namespace shardpull

@@ -437,8 +437,6 @@ class Worker:
             family = self.decoder
         if family is None:
             raise Unusable(f"this script does not know the model type {kind}")
-        if self.ep > 1 and not self.expert_count():
-            raise Unusable("there are no experts to spread over ranks")
         family()
         return self.out, self.optional
 

@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "base/limits.h"
 #include "base/status_macros.h"
 #include "model/describe.h"
 #include "model/families/cuts.h"
@@ -426,7 +427,7 @@ class Builder {
   std::unique_ptr<FamilyModel> model_;
 };
 
-Status check_config(const Family& family, const ModelConfig& config, const InferenceLayout& layout) {
+Status check_config(const Family& family, const ModelConfig& config) {
   for (const std::string_view field : family.required_fields)
     SHARDPULL_RETURN_IF_ERROR(config.require({field}));
   if (config.head_dim <= 0) SHARDPULL_RETURN_IF_ERROR(config.require({"head_dim"}));
@@ -451,9 +452,16 @@ Status check_config(const Family& family, const ModelConfig& config, const Infer
                    Reason::kCheckpointMalformed);
   }
   const bool experts = family.expert_layers != ExpertLayers::kNone && config.num_experts.value_or(0) > 0;
-  if (layout.ep > 1 && !experts) {
-    return refused("ep=" + std::to_string(layout.ep) + ": " + config.architecture() +
-                   " has no experts to spread over ranks; give ep=1");
+  std::uint64_t names = 0;  // of experts, each with a tensor of its own for gate, up and down
+  for (std::int64_t layer = 0; experts && layer < config.num_hidden_layers; ++layer) {
+    if (is_expert_layer(family, config, layer)) names += 3 * static_cast<std::uint64_t>(*config.num_experts);
+  }
+  if (names > kMaxTensors) {
+    return Status(StatusCode::kResourceExhausted,
+                  config.origin + ": " + std::to_string(*config.num_experts) + " experts in each of " +
+                      std::to_string(config.num_hidden_layers) + " layers have " + std::to_string(names) +
+                      " tensors; the limit is " + std::to_string(kMaxTensors),
+                  ErrorInfo{.reason = Reason::kLimit});
   }
   return {};
 }
@@ -584,7 +592,7 @@ Result<std::unique_ptr<Model>> build_model(const families::Family& family, const
                                            const BuildOptions& options) {
   SHARDPULL_ASSIGN_OR_RETURN(const WorkerCoordinates at, worker_coordinates(layout, consumer_id));
   SHARDPULL_RETURN_IF_ERROR(refuse_quantised(config));
-  SHARDPULL_RETURN_IF_ERROR(check_config(family, config, layout));
+  SHARDPULL_RETURN_IF_ERROR(check_config(family, config));
   if (layout.pp > 1 && !family.pipelines) {
     return refused("pp=" + std::to_string(layout.pp) + ": " + config.architecture() +
                    " cannot be cut into pipeline stages");

@@ -70,7 +70,7 @@ Result<const families::Family*> find_family(const ModelConfig& config);
 // Refused: an unknown architecture; a layout or id out of range; a field config.json lacks; tp that does not
 // divide the query heads, the key/value heads (nor is divided by them), the intermediate size (of experts,
 // when ep = 1) or the padded vocabulary, each with the numbers; pp > 1 for a family without pipeline stages;
-// ep > 1 for a model without experts, or with fewer than ep.
+// ep > 1 for a model with fewer experts than that (one without any takes no notice of ep).
 Result<std::unique_ptr<Model>> build_model(const ModelConfig& config, const InferenceLayout& layout,
                                            std::int64_t consumer_id, const BuildOptions& options = {});
 // The same for a family that is not in the catalogue. Its strings must outlive the model.
