@@ -28,7 +28,10 @@ class ControlSink {
 };
 
 struct ControlOptions {
-  std::string address;  // "unix:/path" (an owner-only directory)
+  // Where the hub is: "unix:/path" (in an owner-only directory) or "tcp:HOST:PORT" (a name, an IPv4 address, or
+  // an IPv6 address in brackets). A hub listens at every address HOST has.
+  std::string address;
+  bool insecure_listen = false;  // a hub may listen where other hosts reach it: nothing is encrypted
   FleetToken token = 0;
   Member self;
   Incarnation incarnation = 0;

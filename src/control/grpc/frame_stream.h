@@ -20,6 +20,7 @@
 #include <fmt/format.h>
 #include <grpcpp/grpcpp.h>
 
+#include "base/host_port.h"
 #include "base/clock.h"
 #include "base/identity.h"
 #include "base/mutex.h"
@@ -282,11 +283,14 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
 
 // The address of a hub as gRPC takes it. Long or oddly spelled paths work: the name that gRPC sees is percent-encoded.
 struct GrpcTarget {
-  std::string path;    // the socket file
-  std::string target;  // "unix:..."; valid while `keeps_alive` lives
+  std::string shown;                     // for people: the socket file, or "node7:5000"
+  std::string path;                      // the socket file; empty for TCP
+  std::vector<SocketAddress> addresses;  // of TCP, in the resolver's order; empty for a socket file
+  std::vector<std::string> targets;      // "unix:...", or one per address; valid while `keeps_alive` lives
   std::shared_ptr<const void> keeps_alive;
 };
-// INVALID_ARGUMENT when the address is not "unix:/path"; else check_owner_only_directory's errors.
+// INVALID_ARGUMENT when the address is neither "unix:/path" nor "tcp:HOST:PORT"; else the errors of
+// check_owner_only_directory, or of resolve().
 Result<GrpcTarget> grpc_target(const std::string& address);
 
 // Before any other use of gRPC. Keeps its log off standard error, unless GRPC_VERBOSITY asks for it, and keeps the library

@@ -1,4 +1,4 @@
-// gRPC control over a unix socket. The only room that includes gRPC.
+// gRPC control over a unix socket or TCP. The only room that includes gRPC.
 #pragma once
 
 #include <memory>

@@ -145,11 +145,29 @@ class GrpcHub final : public Control, private v1::Control::CallbackService {
 
 Status GrpcHub::start() {
   SHARDPULL_ASSIGN_OR_RETURN(target_, grpc_target(options_.address));
-  // gRPC would take the address over from a running hub.
-  SHARDPULL_RETURN_IF_ERROR(remove_stale_socket(target_.path));
+  if (target_.path.empty()) {
+    for (const SocketAddress& address : target_.addresses) {
+      if (!address.loopback() && !options_.insecure_listen) {
+        return Status(StatusCode::kInvalidArgument,
+                      fmt::format("the control hub would listen at {}, which other hosts reach, and neither the fleet "
+                                  "token nor the weights are encrypted: allow it with insecure_listen "
+                                  "(--insecure-listen) on a network you trust, or use a loopback address",
+                                  address.to_string()),
+                      {.reason = Reason::kBadArgument});
+      }
+      SHARDPULL_RETURN_IF_ERROR(check_can_listen(address, "the control hub"));
+    }
+  } else {
+    // gRPC would take the address over from a running hub.
+    SHARDPULL_RETURN_IF_ERROR(remove_stale_socket(target_.path));
+  }
   grpc::ServerBuilder builder;
-  int port = 0;
-  builder.AddListeningPort(target_.target, grpc::InsecureServerCredentials(), &port);
+  std::vector<int> ports(target_.targets.size(), 0);
+  for (std::size_t i = 0; i < ports.size(); ++i) {
+    // A server takes a numeric address bare, a client with its scheme.
+    builder.AddListeningPort(target_.path.empty() ? target_.addresses[i].to_string() : target_.targets[i],
+                             grpc::InsecureServerCredentials(), &ports[i]);
+  }
   builder.SetMaxReceiveMessageSize(static_cast<int>(kMaxWireFrameBytes));
   builder.SetMaxSendMessageSize(static_cast<int>(kMaxWireFrameBytes));
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
@@ -157,11 +175,11 @@ Status GrpcHub::start() {
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.RegisterService(static_cast<v1::Control::CallbackService*>(this));
   server_ = builder.BuildAndStart();
-  if (server_ == nullptr || port == 0) {
+  if (server_ == nullptr || std::find(ports.begin(), ports.end(), 0) != ports.end()) {
     return Status(StatusCode::kFailedPrecondition,
-                  fmt::format("the control hub cannot listen at \"{}\": check that its directory is writable and that no other "
-                              "process uses it",
-                              target_.path),
+                  fmt::format("the control hub cannot listen at \"{}\": check that {} and that no other process uses it",
+                              target_.shown,
+                              target_.path.empty() ? "it is an address of this host" : "its directory is writable"),
                   {.reason = Reason::kHost, .fault = Fault::kHost});
   }
   ticker_ = std::make_unique<Ticker>("shardpull-beat", options_.heartbeat_ns, [this] { beat(); });

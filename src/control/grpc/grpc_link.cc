@@ -24,26 +24,53 @@
 
 namespace shardpull {
 
-Result<GrpcTarget> grpc_target(const std::string& address) {
-  constexpr std::string_view kScheme = "unix:";
-  if (!std::string_view(address).starts_with(kScheme) || address.size() == kScheme.size()) {
-    return Status(StatusCode::kInvalidArgument,
-                  fmt::format("the control address \"{}\" is not of the form unix:/path/to/socket", address),
-                  {.reason = Reason::kBadArgument});
+namespace {
+
+// What gRPC's address parser would take for syntax, percent-encoded.
+std::string percent_encoded(std::string_view text) {
+  std::string out;
+  for (const char c : text) {
+    const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '/' || c == '-' ||
+                       c == '_' || c == '.' || c == '~';
+    out += plain ? std::string(1, c) : fmt::format("%{:02X}", static_cast<unsigned char>(c));
   }
+  return out;
+}
+
+Result<GrpcTarget> unix_target(std::string path) {
   GrpcTarget out;
-  out.path = address.substr(kScheme.size());
+  out.shown = out.path = std::move(path);
   SHARDPULL_RETURN_IF_ERROR(check_owner_only_directory(directory_of(out.path), "the control channel's socket"));
   SHARDPULL_ASSIGN_OR_RETURN(SocketPath socket_path, SocketPath::open(out.path));
   auto kept = std::make_shared<SocketPath>(std::move(socket_path));
-  out.target = kScheme;
-  for (const char c : kept->name()) {
-    const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '/' || c == '-' ||
-                       c == '_' || c == '.' || c == '~';
-    out.target += plain ? std::string(1, c) : fmt::format("%{:02X}", static_cast<unsigned char>(c));
-  }
+  out.targets.push_back("unix:" + percent_encoded(kept->name()));
   out.keeps_alive = std::move(kept);
   return out;
+}
+
+Result<GrpcTarget> tcp_target(std::string_view text) {
+  GrpcTarget out;
+  SHARDPULL_ASSIGN_OR_RETURN(const HostPort address, parse_host_port(text, "the control address"));
+  out.shown = to_string(address);
+  SHARDPULL_ASSIGN_OR_RETURN(out.addresses, resolve(address));
+  for (const SocketAddress& each : out.addresses) {
+    out.targets.push_back(each.family() == AF_INET6
+                              ? fmt::format("ipv6:%5B{}%5D:{}", percent_encoded(each.host()), each.port())
+                              : "ipv4:" + each.to_string());
+  }
+  return out;
+}
+
+}  // namespace
+
+Result<GrpcTarget> grpc_target(const std::string& address) {
+  constexpr std::string_view kUnix = "unix:", kTcp = "tcp:";
+  const std::string_view text(address);
+  if (text.starts_with(kUnix) && text.size() > kUnix.size()) return unix_target(address.substr(kUnix.size()));
+  if (text.starts_with(kTcp)) return tcp_target(text.substr(kTcp.size()));
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("the control address \"{}\" is not of the form unix:/path/to/socket or tcp:HOST:PORT", address),
+                {.reason = Reason::kBadArgument});
 }
 
 void prepare_grpc() {
@@ -182,6 +209,8 @@ class GrpcLink final : public Control {
   void shutdown() override;
 
  private:
+  // Tells gRPC to connect to the hub's address number `index`.
+  void aim(std::size_t index);
   StreamPtr try_once();
   void release(const StreamPtr& stream) const;
   void beat();
@@ -251,8 +280,7 @@ void GrpcLink::release(const StreamPtr& stream) const {
   new StreamPtr(stream);
 }
 
-Status GrpcLink::connect() {
-  SHARDPULL_ASSIGN_OR_RETURN(target_, grpc_target(options_.address));
+void GrpcLink::aim(std::size_t index) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(static_cast<int>(kMaxWireFrameBytes));
   arguments.SetMaxSendMessageSize(static_cast<int>(kMaxWireFrameBytes));
@@ -263,18 +291,39 @@ Status GrpcLink::connect() {
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 200);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20'000);
-  channel_ = grpc::CreateCustomChannel(target_.target, grpc::InsecureChannelCredentials(), arguments);
+  channel_ = grpc::CreateCustomChannel(target_.targets[index], grpc::InsecureChannelCredentials(), arguments);
   stub_ = v1::Control::NewStub(channel_);
+}
 
+Status GrpcLink::connect() {
   const SystemClock& clock = SystemClock::instance();
   const std::int64_t deadline_ns = clock.now_ns() + options_.connect_timeout_ns;
   std::int64_t duplicate_until_ns = 0;
   Status last(StatusCode::kUnavailable, "nobody listens there");
+  const auto pause = [&] {
+    MutexLock lock(mutex_);
+    changed_.wait_for_ns(mutex_, std::clamp<std::int64_t>(deadline_ns - clock.now_ns(), 1, kRetryNs));
+  };
+  for (;;) {
+    auto target = grpc_target(options_.address);
+    if (target.ok()) {
+      target_ = std::move(target).value();
+      break;
+    }
+    // A host's name may appear in the name service together with its first process.
+    if (!target.status().info().retryable || clock.now_ns() >= deadline_ns) return target.status();
+    pause();
+  }
+  std::size_t aimed = 0;
+  aim(aimed);
   for (;;) {
     const std::int64_t left_ns = deadline_ns - clock.now_ns();
     if (left_ns <= 0) break;
     // True to its name, but for a hub that is not there yet: then it returns at the time limit.
-    if (!channel_->WaitForConnected(in_ns(std::min(left_ns, kNanosPerSecond)))) continue;
+    if (!channel_->WaitForConnected(in_ns(std::min(left_ns, kNanosPerSecond)))) {
+      if (target_.targets.size() > 1) aim(aimed = (aimed + 1) % target_.targets.size());
+      continue;
+    }
     const StreamPtr stream = try_once();
     const std::int64_t answer_ns = std::min(std::max<std::int64_t>(1, deadline_ns - clock.now_ns()), options_.dead_after_ns);
     if (!stream->wait_answer(answer_ns) && (stream->abandon() || !stream->wait_answer(options_.dead_after_ns))) {
@@ -288,23 +337,22 @@ Status GrpcLink::connect() {
       return {};
     }
     last = stream->final_status();
-    if (is_permanent(last)) return last.with_context(fmt::format("the hub at \"{}\" refused {}", target_.path, to_string(options_.self)));
+    if (is_permanent(last)) return last.with_context(fmt::format("the hub at \"{}\" refused {}", target_.shown, to_string(options_.self)));
     if (last.code() == StatusCode::kAlreadyExists) {
       // The old process of this number may be dead and not found so yet.
       if (duplicate_until_ns == 0) {
         duplicate_until_ns = clock.now_ns() + options_.dead_after_ns + 2 * options_.heartbeat_ns + kNanosPerSecond;
       }
       if (clock.now_ns() >= duplicate_until_ns) {
-        return last.with_context(fmt::format("the hub at \"{}\" refused {}", target_.path, to_string(options_.self)));
+        return last.with_context(fmt::format("the hub at \"{}\" refused {}", target_.shown, to_string(options_.self)));
       }
     }
-    MutexLock lock(mutex_);
-    changed_.wait_for_ns(mutex_, std::min(kRetryNs, std::max<std::int64_t>(1, deadline_ns - clock.now_ns())));
+    pause();
   }
   return Status(StatusCode::kDeadlineExceeded,
                 fmt::format("no control hub answered at \"{}\" within {} ({}): check that trainer 0 is running, that it was "
-                            "given the same run directory, and that it has not failed at its start",
-                            target_.path, format_duration_ns(options_.connect_timeout_ns), last.message()),
+                            "given the same address, and that it has not failed at its start",
+                            target_.shown, format_duration_ns(options_.connect_timeout_ns), last.message()),
                 {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .retryable = true, .peer = to_string(kSender)});
 }
 
