@@ -300,7 +300,8 @@ TEST(Pieces, random_boxes_and_windows) {
     }
     if (std::all_of(spec.workers.begin(), spec.workers.end(), [](const auto& m) { return m.empty(); }))
       spec.workers[0] = tensor_parallel(spec.metadata, 0, 1);
-    spec.steps = {{0}, {1}};
+    const std::string some = spec.metadata[random.below(5)].name;
+    spec.steps = {{0}, {1, {"layers." + std::to_string(random.below(3)) + ".*", some}}, {2, {some}}, {3}};
     const auto max_chunk = static_cast<std::uint64_t>(below(3)) * 64;
     const auto split = static_cast<std::uint32_t>(1 + random.below(3));
     const auto pulls = static_cast<std::uint32_t>(1 + random.below(3));
