@@ -167,6 +167,34 @@ Recording record(const SimOptions& options, const std::vector<TensorMeta>& metad
   return recorder.finish();
 }
 
+void hold_whole(Holding& holding, std::uint32_t name) {
+  holding.whole[name / 8] = static_cast<std::uint8_t>(holding.whole[name / 8] | 1u << name % 8);
+}
+
+// Cuts a tensor along one dim into boxes, some longer than their share, and gives rank r box r mod their
+// number.
+void hold_boxes(const TensorMeta& meta, std::uint32_t name, std::vector<Holding>& holdings, Random& random) {
+  const auto ranks = static_cast<std::int64_t>(holdings.size());
+  const std::size_t dim = random.below(meta.shape.size());
+  const std::int64_t size = meta.shape[dim], boxes = random.between(1, std::min(ranks, size));
+  std::vector<Box> cut;
+  for (std::int64_t i = 0; i < boxes; ++i) {
+    Box box{std::vector<std::int64_t>(meta.shape.size(), 0), meta.shape};
+    const std::int64_t from = size * i / boxes, to = size * (i + 1) / boxes;
+    box.start[dim] = random.chance(0.3) ? random.between(0, from) : from;
+    box.size[dim] = (random.chance(0.3) ? random.between(to, size) : to) - box.start[dim];
+    cut.push_back(std::move(box));
+  }
+  for (std::int64_t r = 0; r < ranks; ++r) {
+    Holding& holding = holdings[static_cast<std::size_t>(r)];
+    if (boxes == 1) {
+      hold_whole(holding, name);
+    } else {
+      holding.pieces.push_back({name, cut[static_cast<std::size_t>(r % boxes)], holding.rank});
+    }
+  }
+}
+
 std::vector<Holding> holdings_of(const SimOptions& options, const std::vector<TensorMeta>& metadata,
                                  Random& random) {
   std::vector<Holding> holdings(options.trainers);
@@ -176,10 +204,7 @@ std::vector<Holding> holdings_of(const SimOptions& options, const std::vector<Te
     holdings[r].digest = metadata_digest(metadata);
     holdings[r].whole.assign(mask_bytes, 0);
   }
-  const auto hold = [&](std::uint32_t rank, std::uint32_t name) {
-    holdings[rank].whole[name / 8] =
-        static_cast<std::uint8_t>(holdings[rank].whole[name / 8] | 1u << name % 8);
-  };
+  const auto hold = [&](std::uint32_t rank, std::uint32_t name) { hold_whole(holdings[rank], name); };
   for (std::uint32_t name = 0; name < metadata.size(); ++name) {
     switch (options.holdings) {
       case Holdings::kEverybody:
@@ -213,6 +238,9 @@ std::vector<Holding> holdings_of(const SimOptions& options, const std::vector<Te
         }
         break;
       }
+      case Holdings::kBoxes:
+        hold_boxes(metadata[name], name, holdings, random);
+        break;
     }
   }
   return holdings;
@@ -261,7 +289,10 @@ Result<SimModel> SimModel::make(const SimOptions& options, std::uint64_t seed) {
   SHARDPULL_ASSIGN_OR_RETURN(
       tables->ownership, resolve_ownership(tables->metadata, holdings_of(options, tables->metadata, random)));
   tables->producer_mappable.assign(options.trainers, 1);
-  tables->producer_resident.assign(options.trainers, 0);
+  for (std::uint32_t r = 0; r < options.trainers; ++r) {
+    model.resident.push_back(options.resident && random.chance(0.5));
+    tables->producer_resident.push_back(model.resident[r] ? 1 : 0);
+  }
   if (options.path == PathPolicy::kAuto) {
     for (std::uint32_t r = 0; r < options.trainers; ++r)
       tables->producer_mappable[r] = random.chance(0.3) ? 1 : 0;
@@ -338,11 +369,17 @@ std::uint64_t SimModel::global_element(std::uint32_t name, std::uint32_t piece,
 }
 
 std::vector<std::byte> SimModel::expected(std::uint32_t consumer, std::uint32_t parameter,
-                                          std::uint64_t version) const {
+                                          const std::vector<std::uint64_t>& versions) const {
   const Recording& recording = recordings[consumer];
   const RecordedParameter& p = recording.parameters[parameter];
   const std::uint64_t width = element_bytes(p.dtype);
   std::vector<std::byte> bytes(static_cast<std::uint64_t>(product(p.shape)) * width, kUnwritten);
+  const bool loaded =
+      std::any_of(recording.scatters.begin(), recording.scatters.end(), [&](const Scatter& scatter) {
+        return recording.parameters[scatter.destination.parameter].module == p.module &&
+               versions[scatter.name] != 0;
+      });
+  if (!loaded) return bytes;
   for (const Fill& fill : recording.fills) {
     if (fill.destination.parameter != parameter) continue;
     for (const std::uint64_t at : positions_of(fill.destination)) {
@@ -354,10 +391,41 @@ std::vector<std::byte> SimModel::expected(std::uint32_t consumer, std::uint32_t 
     const auto from = positions_of(scatter.slice), to = positions_of(scatter.destination);
     for (std::size_t i = 0; i < from.size(); ++i) {
       for (std::uint64_t b = 0; b < width; ++b)
-        bytes[to[i] * width + b] = source_byte(scatter.name, from[i], b, version);
+        bytes[to[i] * width + b] = source_byte(scatter.name, from[i], b, versions[scatter.name]);
     }
   }
   return bytes;
+}
+
+NameSet SimModel::draw_names(Random& random) const {
+  NameSet names((tables->metadata.size() + 7) / 8, 0);
+  const auto add = [&](std::uint32_t name) {
+    if (names[name / 8] >> name % 8 & 1) return false;
+    names[name / 8] = static_cast<std::uint8_t>(names[name / 8] | 1u << name % 8);
+    return true;
+  };
+  const auto count = static_cast<std::uint32_t>(tables->metadata.size());
+  for (std::uint32_t n = 1 + static_cast<std::uint32_t>(random.below(count / 2)); n > 0; --n)
+    add(static_cast<std::uint32_t>(random.below(count)));
+  for (bool grown = true; grown;) {
+    grown = false;
+    for (std::uint32_t c = 0; c < recordings.size(); ++c) {
+      const Recording& recording = recordings[c];
+      for (const Scatter& scatter : recording.scatters) {
+        const std::uint32_t module = recording.parameters[scatter.destination.parameter].module;
+        if (!listed(names, scatter.name) && touches(c, module, names)) grown = add(scatter.name) || grown;
+      }
+    }
+  }
+  return names;
+}
+
+bool SimModel::touches(std::uint32_t consumer, std::uint32_t module, const NameSet& names) const {
+  const Recording& recording = recordings[consumer];
+  return std::any_of(recording.scatters.begin(), recording.scatters.end(), [&](const Scatter& scatter) {
+    return recording.parameters[scatter.destination.parameter].module == module &&
+           listed(names, scatter.name);
+  });
 }
 
 }  // namespace shardpull::sim

@@ -8,7 +8,9 @@
 #include <memory>
 #include <vector>
 
+#include "base/random.h"
 #include "plan/plan.h"
+#include "plan/restrict.h"
 #include "shardpull/bake.h"
 #include "shardpull/status.h"
 #include "sim/simulate.h"
@@ -36,9 +38,14 @@ struct SimModel {
   std::uint64_t global_element(std::uint32_t name, std::uint32_t piece, std::uint64_t position) const;
 
   static constexpr std::byte kUnwritten{0xCD};  // parameters before their first scatter
-  // The bytes of a parameter of a worker at a version.
+  // The bytes of a parameter of a worker that holds `versions` of the names, 0 for those never moved: then
+  // nothing of its module is.
   std::vector<std::byte> expected(std::uint32_t consumer, std::uint32_t parameter,
-                                  std::uint64_t version) const;
+                                  const std::vector<std::uint64_t>& versions) const;
+  // A set that a sync may move: all names of a module or none, on every worker.
+  NameSet draw_names(Random& random) const;
+  // Whether a sync of `names` loads the worker's module.
+  bool touches(std::uint32_t consumer, std::uint32_t module, const NameSet& names) const;
 
   SimOptions options;
   std::shared_ptr<const InitTables> tables;
@@ -46,7 +53,8 @@ struct SimModel {
   std::vector<std::shared_ptr<const WorkerPlan>> plans;  // by consumer
   std::vector<std::vector<std::uint32_t>> owned_groups;  // by rank
   std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>>
-      held;  // by rank: (name, piece), ascending
+      held;                    // by rank: (name, piece), ascending
+  std::vector<bool> resident;  // by rank
 };
 
 }  // namespace shardpull::sim

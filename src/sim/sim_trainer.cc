@@ -94,22 +94,19 @@ template <typename Event>
 void SimTrainer::produce(Event event) {
   ProducerActions actions;
   event(world_.now_ns(), actions);
-  for (const ProducerAction& action : actions)
-    std::visit([&](const auto& one) { perform(one); }, action);
+  for (const ProducerAction& action : actions) std::visit([&](const auto& one) { perform(one); }, action);
 }
 template <typename Event>
 void SimTrainer::train(Event event) {
   TrainerActions actions;
   event(actions);
-  for (const TrainerAction& action : actions)
-    std::visit([&](const auto& one) { perform(one); }, action);
+  for (const TrainerAction& action : actions) std::visit([&](const auto& one) { perform(one); }, action);
 }
 template <typename Event>
 void SimTrainer::drive_sender(Event event) {
   SenderActions actions;
   event(world_.now_ns(), actions);
-  for (const SenderAction& action : actions)
-    std::visit([&](const auto& one) { perform(one); }, action);
+  for (const SenderAction& action : actions) std::visit([&](const auto& one) { perform(one); }, action);
 }
 
 void SimTrainer::send(const Member& to, ControlBody body) {
@@ -120,13 +117,14 @@ void SimTrainer::send(const Member& to, ControlBody body) {
 
 // ---- one sync -----------------------------------------------------------------------------------
 
-void SimTrainer::send_weights(std::uint64_t sync_id, std::uint64_t version, std::vector<std::uint32_t> live) {
+void SimTrainer::send_weights(std::uint64_t sync_id, std::uint64_t version, std::vector<std::uint32_t> live,
+                              NameSet names) {
   world_.trace("send_weights", rank_, sync_id);
   returned_.reset();
-  call_ = Call{sync_id, version, {}};
+  call_ = Call{sync_id, version, {}, {}};
   if (sender_) {
     outcome_.reset();
-    sent_ = Call{sync_id, version, live};
+    sent_ = Call{sync_id, version, live, std::move(names)};
     drive_sender([&](std::int64_t now, SenderActions& out) {
       if (const Status status = sender_->begin(now, sync_id, live, out); !status.ok())
         world_.broken("{}", status.to_string());
@@ -141,9 +139,13 @@ void SimTrainer::try_begin() {
   call_.reset();
   sync_id_ = open.sync_id;
   version_ = open.version;
+  names_ = open.names;
+  const std::vector<bool> visited = listed_groups(names_, *model_.tables);
+  std::vector<std::uint32_t> groups = model_.owned_groups[rank_];
+  std::erase_if(groups, [&](std::uint32_t group) { return !visited[group]; });
   produce([&](std::int64_t now, ProducerActions& out) {
-    const Status status = producer_->begin_sync(now, open.sync_id, open.version, open.live_consumers,
-                                                model_.owned_groups[rank_], {}, out);
+    const Status status =
+        producer_->begin_sync(now, open.sync_id, open.version, open.live_consumers, groups, names_, out);
     if (!status.ok()) world_.broken("begin_sync: {}", status.to_string());
   });
   send(kSender, SyncBegan{open.sync_id});
@@ -154,12 +156,27 @@ void SimTrainer::try_begin() {
     return send(kSender, ended);
   }
   train([&](TrainerActions& out) {
-    const Status status = trainer_.begin(open.sync_id, model_.owned_groups[rank_], false, out);
+    const Status status = trainer_.begin(open.sync_id, groups, model_.resident[rank_], out);
     if (!status.ok()) world_.broken("trainer begin: {}", status.to_string());
   });
 }
 
+std::shared_ptr<ExportedMemory> SimTrainer::allocate_and_grant(std::uint64_t bytes) {
+  auto memory = transport_->allocate(bytes, "a group");
+  if (!memory.ok()) {
+    world_.broken("{}", memory.status().to_string());
+    return nullptr;
+  }
+  for (const auto& [endpoint, peer] : peers_) (void)transport_->grant(endpoint, *memory).ok();
+  return *memory;
+}
+
 std::shared_ptr<ExportedMemory> SimTrainer::take_buffer(std::uint32_t group) {
+  if (model_.resident[rank_]) {
+    auto& home = homes_[group];
+    if (!home) home = allocate_and_grant(std::max<std::uint64_t>(group_bytes_[group], 16));
+    return home;
+  }
   if (free_buffers_.empty()) {
     std::uint64_t bytes = 16;
     for (const auto& [other, needed] : group_bytes_) bytes = std::max(bytes, needed);
@@ -167,13 +184,7 @@ std::shared_ptr<ExportedMemory> SimTrainer::take_buffer(std::uint32_t group) {
       world_.broken("trainer {} needs a buffer for group {} beside {} resident ones", rank_, group,
                     resident_.size());
     }
-    auto memory = transport_->allocate(bytes, "a group");
-    if (!memory.ok()) {
-      world_.broken("{}", memory.status().to_string());
-      return nullptr;
-    }
-    for (const auto& [endpoint, peer] : peers_) (void)transport_->grant(endpoint, *memory).ok();
-    return *memory;
+    return allocate_and_grant(bytes);
   }
   auto buffer = std::move(free_buffers_.back());
   free_buffers_.pop_back();
@@ -188,14 +199,14 @@ void SimTrainer::gather(std::uint32_t group) {
   auto buffer = take_buffer(group);
   if (!buffer) return;
   resident_[group] = buffer;
-  if (resident_.size() > model_.options.lookahead + 1) {
+  if (!model_.resident[rank_] && resident_.size() > model_.options.lookahead + 1) {
     world_.broken("trainer {} holds {} groups, lookahead is {}", rank_, resident_.size(),
                   model_.options.lookahead);
   }
   const auto group_of = group_of_names(*model_.tables);
   std::vector<PublishedView> views;
   for (const auto& [name, piece] : model_.held[rank_]) {
-    if (group_of[name] != group) continue;
+    if (group_of[name] != group || !listed(names_, name)) continue;
     const TensorMeta& meta = model_.tables->metadata[name];
     const std::vector<std::int64_t>& shape = model_.shape_of(name, piece);
     const Place& place = places_.at({name, piece});
@@ -245,8 +256,10 @@ void SimTrainer::perform(const trainer_action::Release& action) {
   if (readers_.any({rank_, it->second->ref().region, SlotReaders::kMapped})) {
     world_.broken("trainer {} releases group {} while a worker copies from it", rank_, action.group);
   }
-  std::fill_n(it->second->ref().address, it->second->ref().bytes, kReleased);
-  free_buffers_.push_back(std::move(it->second));
+  if (!model_.resident[rank_]) {
+    std::fill_n(it->second->ref().address, it->second->ref().bytes, kReleased);
+    free_buffers_.push_back(std::move(it->second));
+  }
   resident_.erase(it);
 }
 void SimTrainer::perform(const trainer_action::EndProducer&) {
@@ -408,6 +421,7 @@ void SimTrainer::on_message(EndpointId endpoint, const HotHeader& header, const 
     for (const auto& [sharing_group, ring] : rings_) (void)transport_->grant(endpoint, ring.memory).ok();
     for (const auto& [group, buffer] : resident_) (void)transport_->grant(endpoint, buffer).ok();
     for (const auto& buffer : free_buffers_) (void)transport_->grant(endpoint, buffer).ok();
+    for (const auto& [group, home] : homes_) (void)transport_->grant(endpoint, home).ok();
     return;
   }
   if (header.type == HotType::kPull) {
@@ -433,12 +447,13 @@ void SimTrainer::on_read_done(ReadToken, const Status&) {}
 // ---- the sender ---------------------------------------------------------------------------------
 
 void SimTrainer::perform(const sender_action::OpenSync& action) {
-  send({Role::kTrainer, action.rank}, SyncOpen{sent_.sync_id, sent_.version, sent_.live, {}});
+  send({Role::kTrainer, action.rank}, SyncOpen{sent_.sync_id, sent_.version, sent_.live, sent_.names});
 }
 void SimTrainer::perform(const sender_action::StartUpdate& action) {
   StartUpdate start;
   start.sync_id = sent_.sync_id;
   start.version = sent_.version;
+  start.names = sent_.names;
   send({Role::kWorker, action.consumer}, start);
 }
 void SimTrainer::perform(const sender_action::Update& action) {
@@ -501,6 +516,7 @@ void SimTrainer::on_control(const Member& from, Incarnation incarnation, Control
     try_begin();
   } else if (auto* closed = std::get_if<SyncClosed>(&body)) {
     returned_ = closed->status;
+    overwrite_homes();
   } else if (auto* free = std::get_if<FreeGroups>(&body)) {
     produce([&](std::int64_t now, ProducerActions& out) {
       producer_->signal(now, incarnation, free->sync_id, from.id, free->groups, out);
@@ -534,6 +550,16 @@ void SimTrainer::on_control(const Member& from, Incarnation incarnation, Control
     drive_sender([&](std::int64_t now, SenderActions& out) {
       sender_->rank_ended(now, from.id, ended->sync_id, ended->status, out);
     });
+  }
+}
+
+// The next training step.
+void SimTrainer::overwrite_homes() {
+  for (const auto& [group, home] : homes_) {
+    if (readers_.any({rank_, home->ref().region, SlotReaders::kMapped})) {
+      world_.broken("trainer {} trains on while a worker copies from its group {}", rank_, group);
+    }
+    std::fill_n(home->ref().address, home->ref().bytes, kReleased);
   }
 }
 

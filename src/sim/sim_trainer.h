@@ -1,6 +1,7 @@
 // One simulated trainer rank: drives ProducerMachine, TrainerMachine and, on rank 0, SenderMachine over the
 // world's networks, and plays the source: it gathers groups into buffers from a pool, and overwrites them the
-// moment they are released.
+// moment they are released. A resident rank has a place for every group, and overwrites all of them the
+// moment a sync is over.
 #pragma once
 
 #include <cstdint>
@@ -49,8 +50,9 @@ class SimTrainer final : TransportSink, ControlSink {
   SimTrainer(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t rank);
 
   Incarnation incarnation() const { return 1 + rank_; }
-  // The user's call. `live` is read on the sender only.
-  void send_weights(std::uint64_t sync_id, std::uint64_t version, std::vector<std::uint32_t> live);
+  // The user's call. `live` and `names` are read on the sender only.
+  void send_weights(std::uint64_t sync_id, std::uint64_t version, std::vector<std::uint32_t> live,
+                    NameSet names);
   // Whether send_weights of the last sync has returned, and with what.
   const std::optional<Status>& returned() const { return returned_; }
   const std::optional<SyncOutcome>& outcome() const { return outcome_; }  // on the sender
@@ -89,6 +91,8 @@ class SimTrainer final : TransportSink, ControlSink {
   void try_begin();
   void gather(std::uint32_t group);
   std::shared_ptr<ExportedMemory> take_buffer(std::uint32_t group);
+  std::shared_ptr<ExportedMemory> allocate_and_grant(std::uint64_t bytes);
+  void overwrite_homes();
   void send(const Member& to, ControlBody body);
   void reply(HotType type, Incarnation to, const PullId& pull, const std::vector<std::byte>& payload);
   EndpointId endpoint_of(std::uint32_t consumer, Incarnation incarnation) const;
@@ -141,16 +145,19 @@ class SimTrainer final : TransportSink, ControlSink {
   std::map<std::uint32_t, std::uint64_t> group_bytes_;
   std::map<std::uint32_t, std::shared_ptr<ExportedMemory>> resident_;  // by live group
   std::vector<std::shared_ptr<ExportedMemory>> free_buffers_;
-  std::map<std::uint64_t, std::uint32_t> packing_;  // ticket -> group
+  std::map<std::uint32_t, std::shared_ptr<ExportedMemory>> homes_;  // of a resident rank, by group
+  std::map<std::uint64_t, std::uint32_t> packing_;                  // ticket -> group
 
   // The sync at hand.
   struct Call {
     std::uint64_t sync_id = 0, version = 0;
     std::vector<std::uint32_t> live;
+    NameSet names;
   };
   std::optional<Call> call_;      // send_weights was called and has not begun
   std::optional<SyncOpen> open_;  // the sender has opened it
   std::uint64_t sync_id_ = 0, version_ = 0;
+  NameSet names_;
   Call sent_;  // the sender's own
   std::optional<Status> returned_;
   std::optional<SyncOutcome> outcome_;

@@ -36,6 +36,7 @@ SimWorker::SimWorker(World& world, const SimModel& model, SlotReaders& readers, 
     std::fill_n(memory.begin() + kGuardBytes, bytes, SimModel::kUnwritten);
     parameters_.push_back(std::move(memory));
   }
+  versions_.assign(model.tables->metadata.size(), 0);
   receive_ring_.assign(plan_.receive_slot_bytes * plan_.ring_depth, kScattered);
   world.add_transport(*transport_, *this);
 }
@@ -85,8 +86,7 @@ template <typename Event>
 void SimWorker::drive(Event event) {
   ConsumerActions actions;
   event(world_.now_ns(), actions);
-  for (const ConsumerAction& action : actions)
-    std::visit([&](const auto& one) { perform(one); }, action);
+  for (const ConsumerAction& action : actions) std::visit([&](const auto& one) { perform(one); }, action);
 }
 
 void SimWorker::send(const Member& to, ControlBody body) {
@@ -112,7 +112,7 @@ void SimWorker::perform(const consumer_action::SendPull& action) {
 }
 
 void SimWorker::perform(const consumer_action::StartTransfer& action) {
-  const Run& run = plan_.chunks[action.chunk].runs[action.run];
+  const Run& run = chunk_of(action.chunk).runs[action.run];
   if (scattering_slots_.contains(action.slot)) {
     world_.broken("worker {} reads chunk {} into slot {} while a scatter reads it", consumer_, action.chunk,
                   action.slot);
@@ -129,7 +129,7 @@ void SimWorker::perform(const consumer_action::StartTransfer& action) {
 }
 
 void SimWorker::materialise(std::uint32_t chunk) {
-  for (const std::uint32_t module : plan_.chunks[chunk].materialise) {
+  for (const std::uint32_t module : chunk_of(chunk).materialise) {
     for (std::uint32_t p = 0; p < recording_.parameters.size(); ++p) {
       if (recording_.parameters[p].module != module) continue;
       std::fill(parameters_[p].begin() + kGuardBytes, parameters_[p].end() - kGuardBytes,
@@ -146,8 +146,8 @@ void SimWorker::materialise(std::uint32_t chunk) {
 }
 
 void SimWorker::scatter_packed(std::uint32_t chunk, std::size_t index, const std::byte* slot) {
-  const PlannedScatter& scatter = plan_.chunks[chunk].scatters[index];
-  const ChunkKey& key = plan_.chunks[chunk].keys[scatter.key];
+  const PlannedScatter& scatter = chunk_of(chunk).scatters[index];
+  const ChunkKey& key = chunk_of(chunk).keys[scatter.key];
   const std::uint64_t width = element_bytes(key.wire_dtype);
   std::uint64_t from = key.offset;
   for (const std::uint64_t at : positions_of(scatter.destination)) {
@@ -157,7 +157,7 @@ void SimWorker::scatter_packed(std::uint32_t chunk, std::size_t index, const std
 }
 
 void SimWorker::scatter_mapped(std::uint32_t chunk, std::size_t index, const std::vector<ReadyInfo>& ready) {
-  const Chunk& planned = plan_.chunks[chunk];
+  const Chunk& planned = chunk_of(chunk);
   const PlannedScatter& scatter = planned.scatters[index];
   const ChunkKey& key = planned.keys[scatter.key];
   for (std::size_t r = 0; r < planned.runs.size(); ++r) {
@@ -199,7 +199,7 @@ void SimWorker::perform(const consumer_action::StartScatter& action) {
   std::byte* const data = receive_ring_.data() + slot * plan_.receive_slot_bytes;
   materialise(chunk);
   world_.in_pieces(
-      plan_.chunks[chunk].scatters.size(), kPieceNs,
+      chunk_of(chunk).scatters.size(), kPieceNs,
       [this, chunk, data](std::size_t i) { scatter_packed(chunk, i, data); },
       [this, chunk, slot, data, sync_id] {
         std::fill_n(data, plan_.receive_slot_bytes, kScattered);
@@ -219,13 +219,13 @@ void SimWorker::perform(const consumer_action::StartCopy& action) {
   std::vector<SlotReaders::Slot> mapped;
   for (std::size_t r = 0; r < action.ready.size(); ++r) {
     for (const Location& entry : action.ready[r].entries) {
-      mapped.emplace_back(plan_.chunks[chunk].runs[r].producer, entry.where.region, SlotReaders::kMapped);
+      mapped.emplace_back(chunk_of(chunk).runs[r].producer, entry.where.region, SlotReaders::kMapped);
       readers_.begin(mapped.back());
     }
   }
   materialise(chunk);
   world_.in_pieces(
-      plan_.chunks[chunk].scatters.size(), kPieceNs,
+      chunk_of(chunk).scatters.size(), kPieceNs,
       [this, chunk, ready = action.ready](std::size_t i) { scatter_mapped(chunk, i, ready); },
       [this, chunk, sync_id, mapped] {
         for (const auto& place : mapped) readers_.end(place);
@@ -236,16 +236,16 @@ void SimWorker::perform(const consumer_action::StartCopy& action) {
       });
 }
 
-void SimWorker::check_parameter(std::uint32_t parameter, std::uint64_t version, std::string_view when) {
-  const std::vector<std::byte> expected = model_.expected(consumer_, parameter, version);
+void SimWorker::check_parameter(std::uint32_t parameter, const std::vector<std::uint64_t>& versions,
+                                std::string_view when) {
+  const std::vector<std::byte> expected = model_.expected(consumer_, parameter, versions);
   const std::vector<std::byte>& memory = parameters_[parameter];
   const RecordedParameter& p = recording_.parameters[parameter];
   const std::string name = fmt::format("{}.{}", recording_.modules[p.module].name, p.name);
   for (std::size_t i = 0; i < expected.size(); ++i) {
     if (memory[kGuardBytes + i] == expected[i]) continue;
-    return world_.broken("worker {} {}: byte {} of {} is {:#04x}, version {} says {:#04x}", consumer_, when,
-                         i, name, static_cast<int>(memory[kGuardBytes + i]), version,
-                         static_cast<int>(expected[i]));
+    return world_.broken("worker {} {}: byte {} of {} is {:#04x}, not {:#04x}", consumer_, when, i, name,
+                         static_cast<int>(memory[kGuardBytes + i]), static_cast<int>(expected[i]));
   }
   const auto guard = [](std::byte byte) { return byte == kGuard; };
   if (!std::all_of(memory.begin(), memory.begin() + kGuardBytes, guard) ||
@@ -254,8 +254,12 @@ void SimWorker::check_parameter(std::uint32_t parameter, std::uint64_t version, 
   }
 }
 
-void SimWorker::verify(std::uint64_t version) {
-  for (std::uint32_t p = 0; p < parameters_.size(); ++p) check_parameter(p, version, "after its commit");
+void SimWorker::verify(const std::vector<std::uint64_t>& versions) {
+  for (std::uint32_t p = 0; p < parameters_.size(); ++p) {
+    const ModuleState::Kind kind = machine_.modules()[recording_.parameters[p].module].kind;
+    if (kind == ModuleState::Kind::kCurrent || kind == ModuleState::Kind::kUnset)
+      check_parameter(p, versions, "between syncs");
+  }
 }
 
 void SimWorker::perform(const consumer_action::StartPost& action) {
@@ -263,9 +267,9 @@ void SimWorker::perform(const consumer_action::StartPost& action) {
   const std::uint64_t sync_id = machine_.sync_id();
   world_.trace("post", consumer_, chunk);
   world_.later(20 * kPieceNs, [this, chunk, sync_id] {
-    for (const std::uint32_t module : plan_.chunks[chunk].post_process) {
+    for (const std::uint32_t module : chunk_of(chunk).post_process) {
       for (std::uint32_t p = 0; p < recording_.parameters.size(); ++p) {
-        if (recording_.parameters[p].module == module) check_parameter(p, version_, "in its hook");
+        if (recording_.parameters[p].module == module) check_parameter(p, versions_, "in its hook");
       }
     }
     const Status outcome = world_.outcome_of(Failure::kHook);
@@ -299,7 +303,9 @@ void SimWorker::perform(const consumer_action::UpdateDone& action) {
   world_.trace("update_done", consumer_, action.sync_id, action.status.ok());
   if (action.status.ok()) {
     std::size_t owners = 0;
-    for (const auto& set : plan_.group_owners) owners += set.size();
+    const std::vector<bool> visited = listed_groups(names_, *model_.tables);
+    for (std::uint32_t g = 0; g < visited.size(); ++g)
+      owners += visited[g] ? plan_.group_owners[g].size() : 0;
     if (signalled_.size() != owners || confirmed_.size() != owners) {
       world_.broken("worker {} is prepared with {} signals sent and {} confirmed of {}", consumer_,
                     signalled_.size(), confirmed_.size(), owners);
@@ -312,7 +318,12 @@ void SimWorker::perform(const consumer_action::UpdateDone& action) {
 }
 void SimWorker::perform(const consumer_action::FinishDone& action) {
   world_.trace("finish_done", consumer_, action.sync_id, action.status.ok());
-  if (action.status.ok()) verify(version_);
+  if (action.status.ok()) {
+    for (std::uint32_t p = 0; p < parameters_.size(); ++p) {
+      if (model_.touches(consumer_, recording_.parameters[p].module, names_))
+        check_parameter(p, versions_, "after its commit");
+    }
+  }
   send(kSender, Finished{action.sync_id, action.status});
 }
 void SimWorker::perform(const consumer_action::ReportFailure& action) {
@@ -331,7 +342,8 @@ void SimWorker::on_message(EndpointId endpoint, const HotHeader& header, const s
     const auto decoded = decode_ready(payload, header.length);
     if (!decoded.ok()) return world_.broken("{}", decoded.status().to_string());
     ReadyInfo ready;
-    ready.path = pull.chunk < plan_.chunks.size() ? plan_.chunks[pull.chunk].path : Path::kPacked;
+    const auto chunk = chunks_.find(pull.chunk);
+    ready.path = chunk != chunks_.end() ? chunk->second->path : Path::kPacked;
     for (const ReadyEntry& entry : decoded->entries) ready.entries.push_back({entry.where, entry.stride});
     if (ready.path == Path::kPacked && !ready.entries.empty()) ready.bytes = ready.entries[0].where.bytes;
     drive([&](std::int64_t now, ConsumerActions& out) {
@@ -381,16 +393,7 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
       world_.broken("reserve of worker {}: {}", consumer_, reserved->status.to_string());
     waiting_reserves_.erase(from.id);
   } else if (auto* start = std::get_if<StartUpdate>(&body)) {
-    Status status;
-    drive([&](std::int64_t now, ConsumerActions& out) {
-      status = machine_.start_update(now, start->sync_id, start->version, nullptr, out);
-    });
-    if (status.ok()) {
-      version_ = start->version;
-      signalled_.clear();
-      confirmed_.clear();
-    }
-    send(kSender, UpdateStarted{start->sync_id, status});
+    start_update(*start);
   } else if (auto* update = std::get_if<Update>(&body)) {
     Status status;
     drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.update(now, out); });
@@ -413,6 +416,35 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
   } else if (auto* acked = std::get_if<FreeAck>(&body)) {
     confirmed(from.id, acked->sync_id, acked->groups);
   }
+}
+
+void SimWorker::start_update(const StartUpdate& start) {
+  std::shared_ptr<const WorkerPlan> part;
+  if (!start.names.empty()) {
+    auto& kept = parts_[start.names];
+    if (!kept) {
+      auto plan = restrict_plan(plan_, recording_, *model_.tables, start.names);
+      if (!plan.ok()) return send(kSender, UpdateStarted{start.sync_id, plan.status()});
+      kept = std::make_shared<const WorkerPlan>(std::move(*plan));
+    }
+    part = kept;
+  }
+  Status status;
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    status = machine_.start_update(now, start.sync_id, start.version, part, out);
+  });
+  if (status.ok()) {
+    names_ = start.names;
+    running_ = part ? part : model_.plans[consumer_];
+    chunks_.clear();
+    for (const Chunk& chunk : running_->chunks) chunks_[chunk.chunk_id] = &chunk;
+    for (std::uint32_t name = 0; name < versions_.size(); ++name) {
+      if (listed(names_, name)) versions_[name] = start.version;
+    }
+    signalled_.clear();
+    confirmed_.clear();
+  }
+  send(kSender, UpdateStarted{start.sync_id, status});
 }
 
 void SimWorker::shutdown() {

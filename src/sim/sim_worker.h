@@ -29,8 +29,9 @@ class SimWorker final : TransportSink, ControlSink {
   const ConsumerMachine& machine() const { return machine_; }
   std::uint64_t pulls() const { return pulls_; }
   std::uint64_t mapped_chunks() const { return mapped_chunks_; }
-  // Compares every byte of every parameter, guards included, with a version.
-  void verify(std::uint64_t version);
+  // Compares every byte of every parameter of a module that is current or was never loaded, guards included,
+  // with these versions of the names.
+  void verify(const std::vector<std::uint64_t>& versions);
 
  private:
   static constexpr std::size_t kGuardBytes = 64;
@@ -62,7 +63,10 @@ class SimWorker final : TransportSink, ControlSink {
   // Copies element i of a scatter from element source(i) of `data`.
   void scatter_packed(std::uint32_t chunk, std::size_t index, const std::byte* slot);
   void scatter_mapped(std::uint32_t chunk, std::size_t index, const std::vector<ReadyInfo>& ready);
-  void check_parameter(std::uint32_t parameter, std::uint64_t version, std::string_view when);
+  void check_parameter(std::uint32_t parameter, const std::vector<std::uint64_t>& versions,
+                       std::string_view when);
+  void start_update(const StartUpdate& start);
+  const Chunk& chunk_of(std::uint32_t chunk_id) const { return *chunks_.at(chunk_id); }
   void send(const Member& to, ControlBody body);
   void confirmed(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups);
 
@@ -92,7 +96,11 @@ class SimWorker final : TransportSink, ControlSink {
   std::map<ReadToken, Transfer> transfers_;
   ReadToken next_token_ = 1;
   std::set<std::uint32_t> scattering_slots_;
-  std::uint64_t version_ = 0;
+  NameSet names_;
+  std::map<NameSet, std::shared_ptr<const WorkerPlan>> parts_;  // restricted plans, by names
+  std::shared_ptr<const WorkerPlan> running_;                   // the sync's plan
+  std::map<std::uint32_t, const Chunk*> chunks_;                // of it, by chunk id
+  std::vector<std::uint64_t> versions_;  // by name: what modules hold that are current, or will when they are
   std::set<std::pair<std::uint32_t, std::uint32_t>> signalled_, confirmed_;  // (producer, group), this sync
   std::uint64_t pulls_ = 0, mapped_chunks_ = 0;
 };

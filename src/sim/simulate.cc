@@ -23,8 +23,10 @@ class Fleet {
     for (std::uint32_t r = 0; r < model.options.trainers; ++r) {
       trainers_.push_back(std::make_unique<SimTrainer>(world, model, readers_, r));
     }
+    peaks_.assign(trainers_.size(), 0);
     for (std::uint32_t c = 0; c < model.tables->num_consumers; ++c) {
       workers_.push_back(std::make_unique<SimWorker>(world, model, readers_, c));
+      versions_.emplace_back(model.tables->metadata.size(), 0);
     }
   }
 
@@ -35,12 +37,15 @@ class Fleet {
         kSyncLimitNs, "init");
   }
 
-  bool sync(std::uint64_t sync_id, std::uint64_t version, const std::vector<std::uint32_t>& live) {
+  bool sync(std::uint64_t sync_id, std::uint64_t version, const std::vector<std::uint32_t>& live,
+            const NameSet& names) {
     std::size_t called = 0;
+    states_.clear();
+    for (const auto& worker : workers_) states_.push_back(worker->machine().modules());
     for (auto& trainer :
          trainers_) {  // a training step ends when it ends: the ranks come one after the other
-      world_.later(20 * kNanosPerMilli, [&called, &trainer, sync_id, version, live] {
-        trainer->send_weights(sync_id, version, live);
+      world_.later(20 * kNanosPerMilli, [&called, &trainer, sync_id, version, live, names] {
+        trainer->send_weights(sync_id, version, live, names);
         ++called;
       });
     }
@@ -54,10 +59,10 @@ class Fleet {
     world_.disarm();
     if (!over) return false;
     if (trainers_[0]->outcome()->status.ok()) {
-      check_success(version, live);
+      check_success(version, live, names);
       ++syncs_completed_;
     } else {
-      check_failure(version, live);
+      check_failure(version, live, names);
       ++syncs_failed_;
     }
     return world_.violations().empty();
@@ -77,7 +82,10 @@ class Fleet {
     for (const auto& trainer : trainers_) {
       report.packs += trainer->producer().packs();
       report.kept_early += trainer->producer().drops().kept_early;
-      report.peak_resident = std::max(report.peak_resident, trainer->trainer().peak_resident());
+    }
+    for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
+      std::uint32_t& peak = model_.resident[r] ? report.peak_in_place : report.peak_resident;
+      peak = std::max(peak, peaks_[r]);
     }
     for (const auto& worker : workers_) {
       report.pulls += worker->pulls();
@@ -92,14 +100,34 @@ class Fleet {
       if (trainer.trainer().running() || trainer.trainer().resident() != 0) {
         world_.broken("trainer {} still holds groups after the sync", r);
       }
-      if (trainer.trainer().peak_resident() > model_.options.lookahead + 1) {
+      peaks_[r] = std::max(peaks_[r], trainer.trainer().peak_resident());
+      if (!model_.resident[r] && trainer.trainer().peak_resident() > model_.options.lookahead + 1) {
         world_.broken("trainer {} held {} groups, lookahead is {}", r, trainer.trainer().peak_resident(),
                       model_.options.lookahead);
       }
     }
   }
 
-  void check_success(std::uint64_t version, const std::vector<std::uint32_t>& live) {
+  // Modules of which the sync moved nothing are as they were; everything that claims to be current is exact.
+  void check_modules(const NameSet& names) {
+    for (std::uint32_t c = 0; c < workers_.size(); ++c) {
+      const std::vector<ModuleState>& states = workers_[c]->machine().modules();
+      for (std::uint32_t m = 0; m < states.size(); ++m) {
+        if (states[m] == states_[c][m] || model_.touches(c, m, names)) continue;
+        world_.broken("worker {} module {} is {}, was {}, and the sync moves nothing of it", c, m,
+                      to_string(states[m]), to_string(states_[c][m]));
+      }
+      workers_[c]->verify(versions_[c]);
+    }
+  }
+
+  void committed(std::uint32_t consumer, std::uint64_t version, const NameSet& names) {
+    for (std::uint32_t name = 0; name < versions_[consumer].size(); ++name) {
+      if (listed(names, name)) versions_[consumer][name] = version;
+    }
+  }
+
+  void check_success(std::uint64_t version, const std::vector<std::uint32_t>& live, const NameSet& names) {
     check_ranks();
     for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
       const SimTrainer& trainer = *trainers_[r];
@@ -117,17 +145,30 @@ class Fleet {
     }
     if (!trainers_[0]->outcome()->lost.empty()) world_.broken("the sync lost workers that live");
     for (const std::uint32_t c : live) {
-      const auto held = workers_[c]->machine().version();
-      if (!held.ok()) {
-        world_.broken("{}", held.status().to_string());
-      } else if (*held != version) {
+      const ConsumerMachine& machine = workers_[c]->machine();
+      bool clean = true;  // nothing is left of a failed sync that this one did not repair
+      for (std::uint32_t m = 0; m < machine.modules().size(); ++m) {
+        const ModuleState& state = machine.modules()[m];
+        if (model_.touches(c, m, names) &&
+            (state.kind != ModuleState::Kind::kCurrent || state.version != version)) {
+          world_.broken("worker {} module {} is {} after a sync of version {}", c, m, to_string(state),
+                        version);
+        }
+        clean =
+            clean && (state.kind == ModuleState::Kind::kCurrent || state.kind == ModuleState::Kind::kUnset);
+      }
+      const auto held = machine.version();
+      if (held.ok() != clean) {
+        world_.broken("worker {} has a version: {}, holds committed ones only: {}", c, held.ok(), clean);
+      } else if (held.ok() && *held != version) {
         world_.broken("worker {} holds version {} after a sync of version {}", c, *held, version);
       }
-      workers_[c]->verify(version);
+      committed(c, version, names);
     }
+    check_modules(names);
   }
 
-  void check_failure(std::uint64_t version, const std::vector<std::uint32_t>& live) {
+  void check_failure(std::uint64_t version, const std::vector<std::uint32_t>& live, const NameSet& names) {
     check_ranks();
     const Status& why = trainers_[0]->outcome()->status;
     if (!world_.struck() || why.message().find("simulated") == std::string::npos) {
@@ -141,18 +182,25 @@ class Fleet {
     for (const std::uint32_t c : live) {
       const ConsumerMachine& machine = workers_[c]->machine();
       if (machine.in_flight()) world_.broken("worker {} has work in flight after the sync", c);
+      const bool holds =
+          std::any_of(machine.modules().begin(), machine.modules().end(), [&](const ModuleState& state) {
+            return state.kind == ModuleState::Kind::kCurrent && state.version == version;
+          });
       const auto held = machine.version();
-      if (!held.ok()) continue;
-      if (*held == version && !committing)
+      if ((holds || (held.ok() && *held == version)) && !committing)
         world_.broken("worker {} holds version {}, whose sync failed", c, version);
-      workers_[c]->verify(*held);
+      if (holds) committed(c, version, names);
     }
+    check_modules(names);
   }
 
   World& world_;
   const SimModel& model_;
   SlotReaders readers_;
   std::uint32_t syncs_completed_ = 0, syncs_failed_ = 0;
+  std::vector<std::vector<std::uint64_t>> versions_;  // by worker and name: of the last commit that moved it
+  std::vector<std::vector<ModuleState>> states_;      // by worker and module: before the sync
+  std::vector<std::uint32_t> peaks_;                  // by trainer
   std::vector<std::unique_ptr<SimTrainer>> trainers_;
   std::vector<std::unique_ptr<SimWorker>> workers_;
 };
@@ -169,6 +217,8 @@ std::string_view to_string(Holdings holdings) {
       return "random";
     case Holdings::kRows:
       return "rows";
+    case Holdings::kBoxes:
+      return "boxes";
   }
   return "unknown";
 }
@@ -186,7 +236,7 @@ SimOptions SimOptions::draw(std::uint64_t seed) {
   options.ring_depth = one_of({1, 2, 4});
   options.lookahead = one_of({0, 1, 3});
   options.layers = one_of({2, 3, 5});
-  options.holdings = static_cast<Holdings>(random.below(4));
+  options.holdings = static_cast<Holdings>(random.below(kHoldings));
   options.path = static_cast<PathPolicy>(random.below(3));
   options.max_chunk_bytes = one_of({0, 256, 512, 1024});
   options.chunk_split = one_of({1, 1, 3});
@@ -194,6 +244,8 @@ SimOptions SimOptions::draw(std::uint64_t seed) {
   options.tied = random.chance(0.3);
   options.share_slots = random.chance(0.8);
   options.degraded = options.replicas > 1 && random.chance(0.3);
+  options.partial = random.chance(0.5);
+  options.resident = random.chance(0.4);
   return options;
 }
 
@@ -201,12 +253,13 @@ std::string to_string(const SimOptions& o) {
   return fmt::format(
       "trainers={} tp={} pp={} replicas={} ring_depth={} lookahead={} layers={} syncs={} holdings={} path={} "
       "max_chunk_bytes={} "
-      "chunk_split={} pull_split={} tied={} share_slots={} degraded={} failures={}",
+      "chunk_split={} pull_split={} tied={} share_slots={} degraded={} failures={} partial={} resident={}",
       o.trainers, o.tp, o.pp, o.replicas, o.ring_depth, o.lookahead, o.layers, o.syncs, to_string(o.holdings),
       o.path == PathPolicy::kAuto     ? "auto"
       : o.path == PathPolicy::kPacked ? "packed"
                                       : "mapped",
-      o.max_chunk_bytes, o.chunk_split, o.pull_split, o.tied, o.share_slots, o.degraded, o.failures);
+      o.max_chunk_bytes, o.chunk_split, o.pull_split, o.tied, o.share_slots, o.degraded, o.failures,
+      o.partial, o.resident);
 }
 
 SimReport simulate(std::uint64_t seed, const SimOptions& options) {
@@ -219,6 +272,7 @@ SimReport simulate(std::uint64_t seed, const SimOptions& options) {
   World world(seed);
   Fleet fleet(world, *model);
   const std::uint32_t consumers = model->tables->num_consumers;
+  std::vector<NameSet> sets;  // drawn so far: the same ones come again
   bool going = fleet.start();
   for (std::uint64_t sync_id = 1; going && sync_id <= options.syncs; ++sync_id) {
     std::vector<std::uint32_t> live;
@@ -228,7 +282,13 @@ SimReport simulate(std::uint64_t seed, const SimOptions& options) {
     if (options.failures && sync_id < options.syncs && world.random().chance(0.5)) {
       world.arm(static_cast<Failure>(world.random().below(kFailures)), world.random().below(12));
     }
-    going = fleet.sync(sync_id, 100 + sync_id, live);
+    NameSet names;
+    if (options.partial && sync_id < options.syncs && world.random().chance(0.6)) {
+      ++report.syncs_partial;
+      if (sets.empty() || world.random().chance(0.6)) sets.push_back(model->draw_names(world.random()));
+      names = sets[world.random().below(sets.size())];
+    }
+    going = fleet.sync(sync_id, 100 + sync_id, live, names);
   }
   if (going) fleet.shutdown();
   fleet.count(report);

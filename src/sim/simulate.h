@@ -3,9 +3,11 @@
 // goes.
 //
 // Checked: slots are never written while they are read, freed memory (overwritten at once) is never read,
-// every worker ends with exact bytes, every signal arrives exactly once, residency keeps its bound, every
-// sync ends. A sync in which a step is made to fail fails on every rank with that error, no worker holds its
-// version (unless commits were under way), and the next one is exact again.
+// every worker ends with the exact bytes of the version that each name was last moved in, every signal
+// arrives exactly once, residency keeps its bound where there is one, every sync ends, modules of which a
+// sync moves nothing keep their state and bytes. A sync in which a step is made to fail fails on every rank
+// with that error, no worker holds its version (unless commits were under way), and the last one, of all
+// names, is exact again.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +23,9 @@ enum class Holdings : std::uint8_t {
   kStages,     // pipeline stages: a layer belongs to one rank
   kRandom,     // every name has its own random set of owners
   kRows,       // each rank holds its rows of every matrix, as pieces
+  kBoxes,      // boxes of every tensor along any dim; some overlap, some are held by several ranks
 };
+inline constexpr std::uint32_t kHoldings = 5;
 std::string_view to_string(Holdings holdings);
 
 struct SimOptions {
@@ -40,6 +44,8 @@ struct SimOptions {
   bool share_slots = true;  // replicas meet at the serve slots
   bool degraded = false;    // every second sync leaves the last replica out
   bool failures = false;    // something fails in about every second sync but the last
+  bool partial = false;     // about every second sync but the last moves some names only
+  bool resident = false;    // about every second rank publishes in place, without credit
 
   // Settings drawn from a seed, K of 1, 2, 4, lookahead of 0, 1, 3 and all paths among them.
   static SimOptions draw(std::uint64_t seed);
@@ -50,12 +56,14 @@ std::string to_string(const SimOptions& options);
 struct SimReport {
   std::uint64_t trace_hash = 0;  // the same for the same seed and options
   std::uint32_t syncs_completed = 0;
-  std::uint32_t syncs_failed = 0;  // as they were made to, everywhere, and nothing else
+  std::uint32_t syncs_failed = 0;   // as they were made to, everywhere, and nothing else
+  std::uint32_t syncs_partial = 0;  // of some names, completed or not
   std::uint64_t events = 0;
   std::int64_t simulated_ns = 0;
   std::uint64_t packs = 0, pulls = 0, mapped_chunks = 0;
   std::uint64_t kept_early = 0;         // messages that came before their sync had begun on a rank
-  std::uint32_t peak_resident = 0;      // groups on one trainer
+  std::uint32_t peak_resident = 0;      // groups on one trainer with credit
+  std::uint32_t peak_in_place = 0;      // groups on one resident trainer
   std::vector<std::string> violations;  // empty: every rule held
 };
 

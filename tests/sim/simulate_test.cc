@@ -35,6 +35,29 @@ TEST_P(Seeds, AFailedSyncEndsEverywhereAndTheNextOneIsExact) {
 
 INSTANTIATE_TEST_SUITE_P(Simulate, Seeds, testing::Range<std::uint64_t>(1, 41));
 
+// Syncs of some names and resident ranks, with and without failures: every name holds the version it was last
+// moved in.
+TEST(Simulate, SyncsOfSomeNamesAndResidentRanks) {
+  std::uint32_t partial = 0, failed = 0, in_place = 0, without_credit = 0;
+  for (std::uint64_t seed = 501; seed <= 515; ++seed) {
+    SimOptions options = SimOptions::draw(seed);
+    options.partial = options.resident = true;
+    options.failures = seed % 2 == 0;
+    options.syncs = 6;
+    const SimReport report = simulate(seed, options);
+    ASSERT_TRUE(report.violations.empty())
+        << "seed " << seed << ", " << to_string(options) << "\n  " << report.violations.front();
+    partial += report.syncs_partial;
+    failed += report.syncs_failed;
+    in_place += report.peak_in_place > 0 ? 1 : 0;
+    without_credit += report.peak_in_place > options.lookahead + 1 ? 1 : 0;
+  }
+  EXPECT_GT(partial, 30u);
+  EXPECT_GT(failed, 10u);
+  EXPECT_GT(in_place, 5u);
+  EXPECT_GT(without_credit, 0u) << "a resident rank publishes more than a rank with credit could hold";
+}
+
 // Every depth, lookahead and path, whatever the seeds draw.
 TEST(Simulate, EveryDepthLookaheadAndPath) {
   std::uint64_t seed = 1000;
@@ -129,7 +152,7 @@ TEST(Simulate, TheSeedsCoverTheirSettings) {
   EXPECT_EQ(lookaheads.size(), 3u);
   EXPECT_EQ(trainers.size(), 4u);
   EXPECT_GE(workers.size(), 4u);
-  EXPECT_EQ(holdings.size(), 4u);
+  EXPECT_EQ(holdings.size(), std::size_t{kHoldings});
   EXPECT_EQ(paths.size(), 3u);
   EXPECT_GT(early, 0u) << "messages that come before their sync has begun on a rank";
 }
