@@ -178,12 +178,13 @@ Result<bool> cut(const Write& write, const std::vector<BitRun>& runs, std::int64
   return true;
 }
 
+using NameIndex = std::unordered_map<std::string_view, std::uint32_t>;  // name -> index into the metadata
+
 class BakeRecorder final : public Recorder {
  public:
-  BakeRecorder(Model& model, const std::vector<TensorMeta>& metadata, const BakeOptions& options,
+  BakeRecorder(Model& model, NameIndex names, const BakeOptions& options,
                const std::vector<Parameter*>& stamps)
-      : model_(&model), options_(options), stamps_(&stamps) {
-    for (std::uint32_t i = 0; i < metadata.size(); ++i) names_.emplace(metadata[i].name, i);
+      : model_(&model), options_(options), stamps_(&stamps), names_(std::move(names)) {
     problems.resize(model.modules().size());
     for (const auto& module : model.modules()) {
       for (const auto& parameter : module->parameters()) {
@@ -205,8 +206,13 @@ class BakeRecorder final : public Recorder {
   void close() { model_ = nullptr; }
   // The index of a parameter that owns its storage.
   std::uint32_t index_of(const Parameter& parameter) const { return index_.at(&parameter); }
-  // Lets go of the recorded tensors, which hold this recorder.
-  void release() { writes.clear(); }
+  // Of the metadata, and valid as long as that.
+  const NameIndex& names() const { return names_; }
+  // Lets go of the recorded tensors, which hold this recorder, and of the names.
+  void release() {
+    writes.clear();
+    names_.clear();
+  }
 
   std::vector<Parameter*> parameters;      // the model's, in order
   std::vector<std::vector<Write>> writes;  // per parameter, in program order
@@ -296,7 +302,7 @@ class BakeRecorder final : public Recorder {
   Model* model_;
   BakeOptions options_;
   const std::vector<Parameter*>* stamps_;
-  std::unordered_map<std::string, std::uint32_t> names_;
+  NameIndex names_;
   std::unordered_map<const Parameter*, std::uint32_t> index_;
   std::set<std::string> conversion_lines_;
   std::size_t next_order_ = 1;  // 0: padding
@@ -367,8 +373,7 @@ std::string gap_text(const Parameter& parameter, const BitRun& gap) {
 }
 
 // ", which N, M, ... would feed: the source lacks M" for a parameter that is not covered.
-std::string sources_text(const Model& model, const Parameter& parameter,
-                         const std::set<std::string, std::less<>>& names) {
+std::string sources_text(const Model& model, const Parameter& parameter, const NameIndex& names) {
   std::vector<std::string> missing;
   for (std::string& source : model.sources_of(parameter)) {
     if (!names.contains(source)) missing.push_back(std::move(source));
@@ -386,8 +391,6 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
                         const BakeOptions& options) {
   Recording recording;
   recording.metadata = to_string(metadata_digest(metadata));
-  std::set<std::string, std::less<>> names;
-  for (const TensorMeta& meta : metadata) names.insert(meta.name);
 
   std::vector<bool> fed(model.modules().size(), false);
   for (const auto& [name, module] : recorder.feeds) fed[module] = true;
@@ -427,7 +430,7 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
     std::vector<BitWindow> windows;
     for (const Write& write : writes) windows.push_back(write.bits);
     if (const auto gap = first_gap(bits_of(parameter), windows)) {
-      const std::string line = gap_text(parameter, *gap) + sources_text(model, parameter, names);
+      const std::string line = gap_text(parameter, *gap) + sources_text(model, parameter, recorder.names());
       if (fed[module]) {
         problems.push_back(line);
       } else {
@@ -547,13 +550,16 @@ Result<Recording> bake(Model& model, const std::vector<TensorMeta>& metadata, co
     return Status(StatusCode::kFailedPrecondition, "the model bakes or loads already",
                   ErrorInfo{.reason = Reason::kWrongState});
   }
-  std::set<std::string_view> seen;
-  for (const TensorMeta& meta : metadata) {
-    if (!seen.insert(meta.name).second)
-      return bake_error("the metadata has the name " + meta.name + " twice", meta.name);
+  NameIndex names;
+  names.reserve(metadata.size());
+  for (std::uint32_t n = 0; n < metadata.size(); ++n) {
+    const std::string& name = metadata[n].name;
+    if (!names.emplace(name, n).second)
+      return bake_error("the metadata has the name " + name + " twice", name);
   }
 
-  const auto recorder = std::make_shared<BakeRecorder>(model, metadata, options, BakeSession::stamps(model));
+  const auto recorder =
+      std::make_shared<BakeRecorder>(model, std::move(names), options, BakeSession::stamps(model));
   struct Release {
     BakeRecorder& recorder;
     ~Release() {

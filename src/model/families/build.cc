@@ -86,6 +86,10 @@ class Builder {
 
   Result<std::unique_ptr<Model>> build() {
     model_->ignored.assign(family_.ignored.begin(), family_.ignored.end());
+    if (family_.expert_layers != ExpertLayers::kNone) {  // tens of thousands of names
+      const std::int64_t names = config_.num_hidden_layers * (3 * config_.num_experts.value_or(0) + 32);
+      model_->sources.reserve(std::min(static_cast<std::uint64_t>(names), kMaxTensors));
+    }
     model_->prediction_layers = {outer_source(std::string(family_.source_layer_prefix)),
                                  config_.num_hidden_layers,
                                  config_.num_hidden_layers + config_.num_nextn_predict_layers.value_or(0)};
@@ -291,6 +295,7 @@ class Builder {
       } else {
         source.unused = why;
       }
+      source.is_fused = true;
       model_->fused[name] = parts;
     }
     return {};
@@ -375,6 +380,7 @@ class Builder {
     } else {
       source.unused = why;
     }
+    source.is_fused = true;
     model_->fused[name] = std::move(replaces);
   }
 

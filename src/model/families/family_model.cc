@@ -45,19 +45,22 @@ Status FamilyModel::Source::check_shape(const std::string& name,
 }
 
 Status FamilyModel::load_weights(const std::vector<NamedTensor>& weights) {
-  std::unordered_set<std::string_view> given;
-  given.reserve(weights.size());
   std::vector<const Source*> found;
   found.reserve(weights.size());
   std::vector<std::string> unknown;
+  bool any_fused = false;
   for (const NamedTensor& weight : weights) {
-    given.insert(weight.name);
     const auto source = sources.find(weight.name);
     found.push_back(source == sources.end() ? nullptr : &source->second);
     if (source == sources.end() && explain_unused(weight.name).empty()) unknown.push_back(weight.name);
+    any_fused = any_fused || (source != sources.end() && source->second.is_fused);
   }
   if (!unknown.empty()) return unknown_names(unknown);
-  SHARDPULL_RETURN_IF_ERROR(check_fused([&](std::string_view name) { return given.contains(name); }));
+  if (any_fused) {
+    std::unordered_set<std::string_view> given;
+    for (const NamedTensor& weight : weights) given.insert(weight.name);
+    SHARDPULL_RETURN_IF_ERROR(check_fused([&](std::string_view name) { return given.contains(name); }));
+  }
   for (std::size_t i = 0; i < weights.size(); ++i) {
     if (found[i] == nullptr) continue;
     for (const Source::Target& target : found[i]->targets) {

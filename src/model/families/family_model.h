@@ -29,6 +29,7 @@ class FamilyModel final : public Model {
       std::string shard;
     };
     std::vector<Target> targets;
+    bool is_fused = false;                      // a key of FamilyModel::fused
     std::shared_ptr<const ExpertCutter> stack;  // of stacked experts: tells which shapes it may have
     std::string stack_shard;
 
