@@ -26,6 +26,7 @@
 
 #include "base/checked.h"
 #include "base/clock.h"
+#include "base/host_memory.h"
 #include "base/units.h"
 #include "transport/shm/shared_memory.h"
 

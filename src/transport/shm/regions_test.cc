@@ -1,4 +1,4 @@
-#include "transport/shm/regions.h"
+#include "transport/regions.h"
 
 #include <cstring>
 #include <limits>
@@ -9,6 +9,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "base/host_memory.h"
+#include "transport/shm/shared_memory.h"
 #include "transport/shm/shm_frame.h"
 
 namespace shardpull {
@@ -67,9 +69,9 @@ TEST(OwnRegions, GivesFreedNumbersOutAgainWithTheNextGeneration) {
 
 // Goal (case 132): "never granted", "stale", "freed" and "out of range" are told apart.
 TEST(PeerRegions, TellsApartWhyThereIsNoWindow) {
-  PeerRegions regions("trainer 1");
+  PeerRegions<PeerSegment> regions("trainer 1");
   ASSERT_TRUE(regions.grant(4, 2, mapped(8192)).ok());
-  EXPECT_EQ(regions.mapped_bytes(), 8192u);
+  EXPECT_EQ(regions.held_bytes(), 8192u);
   EXPECT_TRUE(regions.find({.region = 4, .generation = 2, .offset = 8000, .bytes = 192}).ok());
 
   const Status unknown = regions.find({.region = 5, .generation = 1, .offset = 0, .bytes = 1}).status();
@@ -85,14 +87,14 @@ TEST(PeerRegions, TellsApartWhyThereIsNoWindow) {
   EXPECT_NE(range.message().find("193 bytes at offset 8000"), std::string::npos) << range.message();
 
   ASSERT_TRUE(regions.retire(4, 2).ok());
-  EXPECT_EQ(regions.mapped_bytes(), 0u);
+  EXPECT_EQ(regions.held_bytes(), 0u);
   const Status freed = regions.find({.region = 4, .generation = 2, .offset = 0, .bytes = 1}).status();
   EXPECT_NE(freed.message().find("freed"), std::string::npos) << freed.message();
 }
 
 // Goal: generations only go forward; anything else is not what an honest peer sends.
 TEST(PeerRegions, RefusesGrantsAndRetiresOutOfOrder) {
-  PeerRegions regions("trainer 1");
+  PeerRegions<PeerSegment> regions("trainer 1");
   ASSERT_TRUE(regions.grant(1, 2, mapped(100)).ok());
   EXPECT_FALSE(regions.grant(1, 2, mapped(100)).ok());
   EXPECT_FALSE(regions.grant(1, 1, mapped(100)).ok());
@@ -100,17 +102,17 @@ TEST(PeerRegions, RefusesGrantsAndRetiresOutOfOrder) {
   EXPECT_FALSE(regions.retire(2, 1).ok());
   EXPECT_TRUE(regions.grant(1, 3, mapped(200)).ok());
   EXPECT_TRUE(regions.retire(1, 2).ok());  // overtaken by the new generation
-  EXPECT_EQ(regions.mapped_bytes(), 200u);
+  EXPECT_EQ(regions.held_bytes(), 200u);
   EXPECT_TRUE(regions.find({.region = 1, .generation = 3, .offset = 0, .bytes = 200}).ok());
 }
 
 // Goal: a region this host cannot map says so to whoever asks, and harms nothing else.
 TEST(PeerRegions, RemembersWhyARegionIsNotMapped) {
-  PeerRegions regions("trainer 1");
+  PeerRegions<PeerSegment> regions("trainer 1");
   ASSERT_TRUE(regions.grant(1, 1, Status(StatusCode::kResourceExhausted, "no address space")).ok());
   EXPECT_EQ(regions.find({.region = 1, .generation = 1, .offset = 0, .bytes = 1}).status().code(),
             StatusCode::kResourceExhausted);
-  EXPECT_EQ(regions.mapped_bytes(), 0u);
+  EXPECT_EQ(regions.held_bytes(), 0u);
 }
 
 // Goal: both mappings are the same zero-filled pages, the peer's cannot be written, and the file's size cannot change.

@@ -67,7 +67,4 @@ class PeerSegment {
   std::uint64_t bytes_ = 0;
 };
 
-// What this process could still allocate, in bytes: the least of the host's and its control group's. UINT64_MAX when unknown.
-std::uint64_t available_memory_bytes();
-
 }  // namespace shardpull

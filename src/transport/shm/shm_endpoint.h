@@ -13,7 +13,7 @@
 
 #include "base/unique_fd.h"
 #include "shardpull/status.h"
-#include "transport/shm/regions.h"
+#include "transport/regions.h"
 #include "transport/shm/shared_memory.h"
 #include "transport/transport.h"
 
@@ -66,7 +66,7 @@ class ShmEndpoint {
   State state = State::kOpen;
   Status why;                             // kClosed: what on_closed tells
   Incarnation incarnation = 0;            // the peer's, from its first frame; 0 before
-  PeerRegions regions;                    // what the peer granted
+  PeerRegions<PeerSegment> regions;                    // what the peer granted
   std::unordered_map<std::uint32_t, std::uint32_t> granted;  // what it was granted: region -> generation
   std::uint32_t reads = 0;                // under way
   std::uint32_t watched_events = 0;       // what epoll waits for

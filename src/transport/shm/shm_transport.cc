@@ -23,8 +23,8 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/unix_socket.h"
+#include "transport/regions.h"
 #include "transport/shm/copy_worker.h"
-#include "transport/shm/regions.h"
 #include "transport/shm/shared_memory.h"
 #include "transport/shm/shm_endpoint.h"
 #include "transport/shm/shm_frame.h"
@@ -517,9 +517,9 @@ Status ShmTransport::take_frame(ShmEndpoint& endpoint, std::span<const std::byte
   if (is_shm_frame(bytes.data())) {
     SHARDPULL_ASSIGN_OR_RETURN(const ShmFrame frame, decode_shm_frame(bytes.data(), bytes.size()));
     SHARDPULL_RETURN_IF_ERROR(check_sender(endpoint, frame.token, frame.incarnation));
-    const std::uint64_t before = endpoint.regions.mapped_bytes();
+    const std::uint64_t before = endpoint.regions.held_bytes();
     Status taken = take_shm_frame(endpoint, frame);
-    mapped_bytes_.fetch_add(endpoint.regions.mapped_bytes() - before, std::memory_order_relaxed);
+    mapped_bytes_.fetch_add(endpoint.regions.held_bytes() - before, std::memory_order_relaxed);
     return taken;
   }
   SHARDPULL_ASSIGN_OR_RETURN(const HotHeader header, decode_hot_header(bytes.data(), bytes.size()));
@@ -684,7 +684,7 @@ void ShmTransport::remove_gone() {
   for (const EndpointId id : std::exchange(gone_, {})) {
     const auto found = endpoints_.find(id);
     if (found == endpoints_.end()) continue;
-    mapped_bytes_.fetch_sub(found->second->regions.mapped_bytes(), std::memory_order_relaxed);
+    mapped_bytes_.fetch_sub(found->second->regions.held_bytes(), std::memory_order_relaxed);
     open_endpoints_.fetch_sub(1, std::memory_order_relaxed);
     endpoints_.erase(found);
   }
