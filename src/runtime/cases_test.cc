@@ -146,6 +146,29 @@ TEST(RuntimeCases, case_061_strided_views_are_never_taken_for_flat_memory) {
   expect_exact_mapped_and_packed(spec);
 }
 
+// Goal: every way a tensor can lie in memory, of every width, is packed exactly, all in one chunk.
+TEST(RuntimeCases, case_062_all_layouts_in_one_chunk) {
+  FleetSpec spec;
+  RankSpec rank;
+  std::int64_t at = 0;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    const std::string prefix = "layers.0." + std::string(dtype_name(dtype)) + ".";
+    const std::vector<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>> layouts{
+        {{8}, {1}}, {{5}, {2}}, {{4, 6}, {9, 1}}, {{6, 4}, {1, 6}}, {{}, {}}, {{0, 4}, {4, 1}}};
+    for (const auto& [shape, stride] : layouts) {
+      rank.whole.push_back(static_cast<std::uint32_t>(spec.metadata.size()));
+      spec.metadata.push_back({prefix + std::to_string(spec.metadata.size()), dtype, shape});
+      rank.places.push_back({at, stride});
+      at += 52 * dtype_bits(dtype) / 8;
+    }
+  }
+  spec.ranks = {rank};
+  spec.workers = {tensor_parallel(spec.metadata, 0, 1)};
+  expect_exact_mapped_and_packed(spec);
+  spec.trainer_options = [](std::uint32_t, TrainerOptions& options) { options.export_pack_limit_bytes = 0; };
+  expect_exact_mapped_and_packed(spec);
+}
+
 // Goal: strides count on the destination's side too, and what lies between its elements is left alone.
 TEST(RuntimeCases, case_063_a_strided_destination_keeps_its_gaps) {
   FleetSpec spec;
