@@ -31,6 +31,12 @@ Sizes row_major(const Sizes& shape) {
   return stride;
 }
 
+Sizes column_major(const Sizes& shape) {
+  Sizes stride(shape.size(), 1);
+  for (std::size_t d = 1; d < shape.size(); ++d) stride[d] = stride[d - 1] * shape[d - 1];
+  return stride;
+}
+
 // A tensor whose elements are whole bytes: pairs of F4 elements count as one.
 struct Bytewise {
   std::int64_t element = 1;  // bytes
@@ -160,13 +166,7 @@ BoxSource::BoxSource(Trainer& engine, const std::vector<TensorMeta>& metadata, R
       pitched.back() += 6;
       held.stride = row_major(pitched);
     }
-    if (spec_.lie == Lie::kColumnMajor && unit.halves == 1) {
-      std::int64_t step = 1;
-      for (std::size_t d = 0; d < held.stride.size(); ++d) {
-        held.stride[d] = step;
-        step *= held.part.size[d];
-      }
-    }
+    if (spec_.lie == Lie::kColumnMajor && unit.halves == 1) held.stride = column_major(held.part.size);
     if (!spec_.places.empty()) held.stride = spec_.places[i].stride;
     std::int64_t last = 0;
     const Sizes sizes = unit.sizes(held.part.size), stride = unit.strides(held.stride);
@@ -189,9 +189,11 @@ BoxSource::BoxSource(Trainer& engine, const std::vector<TensorMeta>& metadata, R
 BoxSource::~BoxSource() = default;
 
 void BoxSource::set_version(std::uint64_t version) {
-  for (const Held& held : held_) {
+  for (Held& held : held_) {
     const TensorMeta& meta = metadata_[held.name];
     const Bytewise unit(meta.dtype);
+    if (spec_.lie == Lie::kRestless)
+      held.stride = version % 2 == 0 ? row_major(held.part.size) : column_major(held.part.size);
     const Sizes stride = unit.strides(held.stride), global = row_major(unit.sizes(meta.shape));
     const std::int64_t first = dot(unit.sizes(held.part.start), global);
     for_each_index(unit.sizes(held.part.size), [&](const Sizes& index) {

@@ -32,6 +32,7 @@ enum class Lie : std::uint8_t {
   kRowMajor,
   kColumnMajor,  // strides ascend
   kPadded,       // every innermost row is followed by a gap
+  kRestless,     // row-major in syncs of even versions, column-major in the others
 };
 
 // What one rank holds and how.

@@ -127,6 +127,22 @@ TEST(Pieces, columns_in_every_mode_and_lie) {
   }
 }
 
+// Goal: copies that were compiled for one way of lying are not run on another.
+TEST(Pieces, tensors_that_lie_another_way_in_every_sync) {
+  FleetSpec spec;
+  spec.metadata = small_model();
+  spec.ranks = sharded(spec.metadata, 2);
+  for (RankSpec& rank : spec.ranks) rank.lie = Lie::kRestless;
+  spec.workers = workers_of(spec.metadata, 2);
+  spec.steps = {{0}, {1}, {2}, {3, {"layers.*"}}, {4, {"layers.*"}}, {5}};
+  for (const std::uint64_t limit : {std::uint64_t{0}, std::uint64_t{64} << 20}) {
+    spec.trainer_options = [limit](std::uint32_t, TrainerOptions& options) {
+      options.export_pack_limit_bytes = limit;
+    };
+    expect_exact_in_every_mode(spec);
+  }
+}
+
 // Goal: shards that do not come out even, one of them empty, and a worker's cut inside a shard.
 TEST(Pieces, case_058_uneven_and_empty_shards_with_a_cut_inside_one) {
   FleetSpec spec;

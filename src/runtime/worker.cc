@@ -39,12 +39,15 @@ Status check_options(const WorkerOptions& options) {
   return {};
 }
 
-// The first difference between a recording's modules and parameters and the model's, or OK.
-Status check_recording(const Recording& recording, const Model& model) {
+// The first difference between a recording's names, modules and parameters and the model's, or OK.
+Status check_recording(const Recording& recording, const Model& model, const std::vector<TensorMeta>& metadata) {
   const auto differs = [](const std::string& what) {
     return Status(StatusCode::kInvalidArgument, "the recording is of another model: " + what,
                   {.reason = Reason::kMetadataMismatch});
   };
+  if (recording.metadata != to_string(metadata_digest(metadata))) {
+    return differs("it is not one of the names, dtypes and shapes that the trainer has, in their order");
+  }
   const auto shape_of = [](const auto& parameter) {
     return std::tuple(parameter.dtype, parameter.shape, parameter.stride);
   };
@@ -242,7 +245,7 @@ Status Worker::Impl::join() {
 
 Status Worker::Impl::make_plan() {
   if (options.recording != nullptr) {
-    SHARDPULL_RETURN_IF_ERROR(check_recording(*options.recording, model));
+    SHARDPULL_RETURN_IF_ERROR(check_recording(*options.recording, model, tables->metadata));
     recorded = options.recording;
   } else {
     SHARDPULL_ASSIGN_OR_RETURN(Recording baked, bake(model, tables->metadata, options.bake));
@@ -571,7 +574,7 @@ std::uint64_t Worker::engine_bytes() const {
 }
 
 std::string Worker::plan_summary() const {
-  return summarise(*impl_->tables, {*impl_->plan}, {*impl_->recorded});
+  return summarise(*impl_->tables, *impl_->plan, *impl_->recorded);
 }
 
 void Worker::shutdown() {
