@@ -530,6 +530,8 @@ TEST(Pieces, a_given_recording_replaces_the_bake) {
               std::string::npos)
         << message << " | " << outcome.connects[1].to_string();
   };
+  refused("it is not one of the names, dtypes and shapes that the trainer has",
+          [](Recording& recording) { recording.metadata.front() = 'x'; });
   refused("module 1 is 'other', the model's is 'layers.0.down.weight'",
           [](Recording& recording) { recording.modules[1].name = "other"; });
   refused("it has no module 'norm.weight'", [](Recording& recording) {

@@ -40,7 +40,8 @@ Status check_options(const WorkerOptions& options) {
 }
 
 // The first difference between a recording's names, modules and parameters and the model's, or OK.
-Status check_recording(const Recording& recording, const Model& model, const std::vector<TensorMeta>& metadata) {
+Status check_recording(const Recording& recording, const Model& model,
+                       const std::vector<TensorMeta>& metadata) {
   const auto differs = [](const std::string& what) {
     return Status(StatusCode::kInvalidArgument, "the recording is of another model: " + what,
                   {.reason = Reason::kMetadataMismatch});
