@@ -631,7 +631,7 @@ void ShmTransport::report_reads(TransportSink& sink) {
   for (const SettledRead& settled : std::exchange(settled_reads_, {})) {
     if (settled.status.ok()) payload_bytes_read_.fetch_add(settled.read.bytes, std::memory_order_relaxed);
     count_down_read(settled.read.endpoint);
-    sink.on_read_done(settled.read.token, settled.status);
+    report_read(sink, settled.read.token, settled.status);
   }
 }
 

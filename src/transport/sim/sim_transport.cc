@@ -404,7 +404,7 @@ class SimTransport final : public Transport {
       net_->node_of.erase(id);
       node_.endpoints.erase(id);
     }
-    for (const ReadToken token : ended) sink.on_read_done(token, why);
+    for (const ReadToken token : ended) report_read(sink, token, why);
     sink.on_closed(id, why);
   }
 
@@ -424,7 +424,7 @@ class SimTransport final : public Transport {
                    Event{Event::Kind::kRead, piece.endpoint, {}, {}, token});
       }
     }
-    if (!piece.status.ok() || piece.done == piece.bytes) return sink.on_read_done(token, piece.status);
+    if (!piece.status.ok() || piece.done == piece.bytes) return report_read(sink, token, piece.status);
     std::memcpy(piece.local + piece.done, piece.block->bytes.data() + piece.offset + piece.done,
                 std::min(net_->options.piece_bytes, piece.bytes - piece.done));
   }
