@@ -42,10 +42,12 @@ class Readme(FleetTest):
             self.assertEqual(outcome.code, 0, outcome.err)
             self.assertTrue(outcome.out)
 
-    def test_a_made_model_that_is_shown(self):
-        (line,) = re.findall(r"(?m)^\$ \./dev run (sync --shape .*tiny.*)$", README)
-        outcome = self.run_command(*line.split())
-        self.assertEqual(outcome.code, 0, outcome.err)
+    def test_made_models_that_are_shown(self):
+        lines = re.findall(r"(?m)^\$ \./dev run (sync --shape .*tiny.*)$", README)
+        self.assertGreater(len(lines), 1)
+        for line in lines:
+            outcome = self.run_command(*line.split())
+            self.assertEqual(outcome.code, 0, outcome.err)
 
 
 class Terminal(FleetTest):
