@@ -77,7 +77,8 @@ DType engine_dtype(const Oracle& oracle) {
 TEST_P(OracleBake, EqualEntryByEntry) {
   const Oracle oracle = oracles::load_oracle(GetParam());
   const ModelConfig config = must(ModelConfig::load(oracle.config));
-  const InferenceLayout layout{.tp = oracle.tp, .pp = oracle.pp, .ep = oracle.ep, .replicas = oracle.num_replicas};
+  const InferenceLayout layout{
+      .tp = oracle.tp, .pp = oracle.pp, .ep = oracle.ep, .replicas = oracle.num_replicas};
   const auto model = must(build_model(config, layout, oracle.consumer_id, {.dtype = engine_dtype(oracle)}));
   const Result<Recording> baked = bake(*model, oracle.names);
   ASSERT_OK(baked);
