@@ -1,5 +1,4 @@
-// The layout file: which trainer rank holds which pieces, as JSON. The format is docs/FORMATS.md, "Layout
-// file".
+// The layout file (docs/FORMATS.md, "Layout file"): which trainer rank holds which pieces, as JSON.
 #pragma once
 
 #include <cstdint>
