@@ -23,7 +23,8 @@ namespace shardpull {
 
 // Limits of the format, beyond those of names, dims and regions.
 inline constexpr std::uint64_t kMaxRecordingBytes = 1ull << 30;
-inline constexpr std::uint64_t kMaxRecordingTextBytes = 65'536;      // a chain, reason or conversion
+inline constexpr std::uint64_t kMaxRecordingTextBytes = 65'536;  // a chain, reason or conversion
+inline constexpr std::size_t kMaxParametersPerModule = 4096;     // and as many aliases: looked up one by one
 inline constexpr std::uint64_t kMaxRecordingInitialBytes = 1 << 20;  // of one buffer
 
 struct HeaderLine {
