@@ -339,6 +339,7 @@ class RecordingReader {
         return refused(fmt::format("the aliases of {} do not ascend", in_quotes(line.name)));
       }
     }
+    in_module_.emplace_back();
     recording().modules.push_back(
         {std::move(line.name), std::move(line.type), line.baked, line.post_process, std::move(line.aliases)});
     return {};
@@ -348,6 +349,7 @@ class RecordingReader {
     if (recording().modules.empty()) return refused("a parameter comes before the first module");
     const auto module = static_cast<std::uint32_t>(recording().modules.size() - 1);
     const std::string name = full_name(recording().modules.back().name, line.name);
+    if (++in_module_[module].parameters > kMaxParametersPerModule) return too_many(module, "parameters");
     if (!parameters_.emplace(name, static_cast<std::uint32_t>(recording().parameters.size())).second) {
       return refused(fmt::format("parameter {} is there twice", in_quotes(name)));
     }
@@ -375,6 +377,8 @@ class RecordingReader {
     if (module == modules_.end())
       return refused(fmt::format("there is no module {}", in_quotes(line.module)));
     SHARDPULL_ASSIGN_OR_RETURN(const std::uint32_t parameter, find_parameter(line.parameter));
+    if (++in_module_[module->second].aliases > kMaxParametersPerModule)
+      return too_many(module->second, "aliases");
     recording().aliases.push_back({module->second, std::move(line.name), parameter, std::move(line.shape)});
     return {};
   }
@@ -426,6 +430,13 @@ class RecordingReader {
   Status add(ConversionLine line) {
     recording().conversions.push_back(std::move(line.text));
     return {};
+  }
+
+  Status too_many(std::uint32_t module, std::string_view what) const {
+    return refused(
+        fmt::format("module {} has more than {} {}", in_quotes(file_.recording.modules[module].name),
+                    kMaxParametersPerModule, what),
+        Reason::kLimit);
   }
 
   Result<std::uint32_t> find_parameter(const std::string& name) const {
@@ -591,6 +602,10 @@ class RecordingReader {
   std::unordered_map<std::uint32_t, std::string> reasons_;
   std::string_view last_dead_;
   std::unordered_set<std::string> listed_;
+  struct InModule {
+    std::size_t parameters = 0, aliases = 0;
+  };
+  std::vector<InModule> in_module_;
   std::vector<std::int64_t> storage_bits_;       // by parameter
   std::vector<std::vector<BitWindow>> windows_;  // by parameter
   std::int64_t runs_ = 0;

@@ -409,6 +409,13 @@ TEST(RecordingFile, LimitsHold) {
   std::string chain;
   for (int i = 0; i < 257; ++i) chain += ".contiguous()";
   refuses(".view(2, 2)", chain, {"r:18", "more than 256 operations"});
+  std::string parameters;
+  for (int i = 0; i < 4096; ++i) {
+    parameters += R"({"parameter":"p)" + std::to_string(i) +
+                  R"(","dtype":"U8","shape":[],"stride":[],"optional":true,"initial":""})" + "\n";
+  }
+  refuses(R"({"module":"attention")", parameters + R"({"module":"attention")",
+          {"r:4099", R"(module "embed" has more than 4096 parameters)"});
   // Parameters of an exabyte whose windows interleave element by element cost no memory.
   refuses(R"("shape":[2,2],"stride":[3,1],"optional":false)",
           R"("shape":[2,288230376151711744],"stride":[1,2],"optional":false)", {"r:9", "too large"});
