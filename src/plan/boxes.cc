@@ -106,12 +106,18 @@ std::vector<Box> box_difference(const Box& a, const Box& hole) {
 }
 
 std::optional<std::pair<std::size_t, std::size_t>> find_overlap(const std::vector<Box>& boxes) {
+  std::vector<const Box*> pointers;
+  for (const Box& box : boxes) pointers.push_back(&box);
+  return find_overlap(pointers);
+}
+
+std::optional<std::pair<std::size_t, std::size_t>> find_overlap(const std::vector<const Box*>& boxes) {
   if (boxes.size() < 2) return std::nullopt;
   // A sweep along the dim with the most distinct starts: shards of any mesh then meet few others at a time.
   std::size_t best = 0, most = 0;
   std::vector<std::int64_t> starts(boxes.size());
-  for (std::size_t d = 0; d < boxes.front().start.size(); ++d) {
-    for (std::size_t i = 0; i < boxes.size(); ++i) starts[i] = boxes[i].start[d];
+  for (std::size_t d = 0; d < boxes.front()->start.size(); ++d) {
+    for (std::size_t i = 0; i < boxes.size(); ++i) starts[i] = boxes[i]->start[d];
     std::sort(starts.begin(), starts.end());
     const auto distinct =
         static_cast<std::size_t>(std::unique(starts.begin(), starts.end()) - starts.begin());
@@ -121,18 +127,23 @@ std::optional<std::pair<std::size_t, std::size_t>> find_overlap(const std::vecto
     }
   }
   if (most == 0) return std::pair<std::size_t, std::size_t>{0, 1};  // 0-d: every box is the one element
+  // Shards along one dim, as they mostly come: each ends where the next one begins, or before.
+  bool apart = true;
+  for (std::size_t i = 1; apart && i < boxes.size(); ++i)
+    apart = boxes[i - 1]->start[best] + boxes[i - 1]->size[best] <= boxes[i]->start[best];
+  if (apart) return std::nullopt;
   std::vector<std::size_t> order(boxes.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-    return std::pair(boxes[a].start[best], a) < std::pair(boxes[b].start[best], b);
+    return std::pair(boxes[a]->start[best], a) < std::pair(boxes[b]->start[best], b);
   });
   std::vector<std::size_t> active;
   for (const std::size_t i : order) {
     std::erase_if(active, [&](std::size_t j) {
-      return boxes[j].start[best] + boxes[j].size[best] <= boxes[i].start[best];
+      return boxes[j]->start[best] + boxes[j]->size[best] <= boxes[i]->start[best];
     });
     for (const std::size_t j : active) {
-      if (box_intersection(boxes[i], boxes[j])) return std::pair{std::min(i, j), std::max(i, j)};
+      if (box_intersection(*boxes[i], *boxes[j])) return std::pair{std::min(i, j), std::max(i, j)};
     }
     active.push_back(i);
   }

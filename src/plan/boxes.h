@@ -35,5 +35,6 @@ std::optional<Box> box_intersection(const Box& a, const Box& b);
 std::vector<Box> box_difference(const Box& a, const Box& hole);
 // Two boxes of `boxes` that overlap, by index, or nothing.
 std::optional<std::pair<std::size_t, std::size_t>> find_overlap(const std::vector<Box>& boxes);
+std::optional<std::pair<std::size_t, std::size_t>> find_overlap(const std::vector<const Box*>& boxes);
 
 }  // namespace shardpull

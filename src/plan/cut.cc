@@ -310,8 +310,24 @@ Result<std::vector<Part>> cut_by_pieces(const Scatter& scatter, const TensorMeta
   std::vector<Nest> copy;
   SHARDPULL_RETURN_IF_ERROR(pair_up(scatter, *window, meta.name, copy));
 
+  // Positions that the copy reads lie in [first, end); most copies read few of many pieces.
+  std::int64_t first = INT64_MAX, end = 0;
+  for (const Nest& nest : copy) {
+    std::int64_t last = nest.source;
+    for (const NestDim& dim : nest.dims) last += (dim.size - 1) * dim.source;
+    first = std::min(first, nest.source);
+    end = std::max(end, last + 1);
+  }
+  const std::int64_t row =
+      shape.empty() || shape[0] == 0 ? 1 : product(shape) / shape[0];  // positions per row
+
   std::vector<Part> parts;
   for (std::size_t i = 0; i < pieces.size(); ++i) {
+    // Rows are whole elements of both dtypes, unless the tensor has one dim only.
+    const Box& rows = pieces[i].box;
+    if (rows.start.size() > 1 &&
+        (rows.start[0] * row >= end || (rows.start[0] + rows.size[0]) * row <= first))
+      continue;
     const auto box = wire_box(pieces[i].box, meta.dtype, scatter.wire_dtype);
     if (!box) {
       return plan_unimplemented(

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -80,11 +81,29 @@ std::optional<std::string> piece_problem(const TensorMeta& meta, const Box& box)
                      dtype_name(meta.dtype));
 }
 
+// Joins equal boxes, ascending by start and size.
+std::vector<HeldBox> distinct_boxes(std::vector<HeldBox> held) {
+  std::stable_sort(held.begin(), held.end(), [](const HeldBox& a, const HeldBox& b) {
+    return std::tie(a.box.start, a.box.size) < std::tie(b.box.start, b.box.size);
+  });
+  std::vector<HeldBox> out;
+  for (HeldBox& item : held) {
+    if (out.empty() || out.back().box != item.box) {
+      out.push_back(std::move(item));
+    } else if (out.back().ranks.back() < item.ranks.front()) {  // the usual order
+      out.back().ranks.insert(out.back().ranks.end(), item.ranks.begin(), item.ranks.end());
+    } else {
+      out.back().ranks = merged(out.back().ranks, item.ranks);
+    }
+  }
+  return out;
+}
+
 // Cuts overlapping boxes, so that all are disjoint and each is held by everybody who holds any box around it.
 // `held` is in canonical order (distinct boxes, ascending), the result too.
 std::vector<HeldBox> disjoint_boxes(std::vector<HeldBox> held) {
-  std::vector<Box> boxes;
-  for (const HeldBox& item : held) boxes.push_back(item.box);
+  std::vector<const Box*> boxes;
+  for (const HeldBox& item : held) boxes.push_back(&item.box);
   if (!find_overlap(boxes)) return held;
   std::vector<HeldBox> out;
   for (const HeldBox& item : held) {
@@ -201,7 +220,7 @@ Status check_ownership(const InitTables& tables) {
   }
   const auto classes = static_cast<std::int64_t>(own.owner_sets.size());
   std::size_t at = 0;  // walks pieces along with the names
-  std::vector<Box> boxes;
+  std::vector<const Box*> boxes;
   for (std::uint32_t name = 0; name < tables.metadata.size(); ++name) {
     const TensorMeta& meta = tables.metadata[name];
     const std::int64_t owner_class = own.name_owner_class[name];
@@ -224,20 +243,20 @@ Status check_ownership(const InitTables& tables) {
         return wrong(
             fmt::format("owner class {}: there are {} owner sets", piece.owner_class, own.owner_sets.size()));
       }
-      if (!boxes.empty() && !(boxes.back().start < piece.box.start))
+      if (!boxes.empty() && !(boxes.back()->start < piece.box.start))
         return wrong("pieces do not ascend by start");
       const auto sum = checked_add(covered, box_numel(piece.box));
       if (!sum) return wrong("pieces overlap");
       covered = *sum;
-      boxes.push_back(piece.box);
+      boxes.push_back(&piece.box);
     }
     if (boxes.empty()) {
       return plan_error(fmt::format("'{}' has neither an owner class nor pieces: nobody holds it", meta.name),
                         meta.name);
     }
     if (const auto overlap = find_overlap(boxes)) {
-      return plan_error(fmt::format("pieces {} and {} of '{}' overlap", to_string(boxes[overlap->first]),
-                                    to_string(boxes[overlap->second]), meta.name),
+      return plan_error(fmt::format("pieces {} and {} of '{}' overlap", to_string(*boxes[overlap->first]),
+                                    to_string(*boxes[overlap->second]), meta.name),
                         meta.name);
     }
     if (covered != *checked_numel(meta.shape)) {
@@ -297,7 +316,7 @@ Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata,
   }
 
   // Pieces by name; what amounts to a whole tensor counts as such.
-  std::vector<std::vector<std::pair<Box, std::uint32_t>>> pieces(metadata.size());
+  std::vector<std::vector<std::pair<const Box*, std::uint32_t>>> pieces(metadata.size());
   std::vector<Ranks> wholes(metadata.size());
   const std::size_t mask_bytes = (metadata.size() + 7) / 8;
   for (const Holding* holding : by_rank) {
@@ -341,7 +360,7 @@ Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata,
       if (covers || *checked_numel(meta.shape) == 0) {
         wholes[piece.name] = merged(wholes[piece.name], {rank});
       } else if (!box_empty(piece.box)) {
-        pieces[piece.name].emplace_back(piece.box, rank);
+        pieces[piece.name].emplace_back(&piece.box, rank);
       }
     }
   }
@@ -363,16 +382,14 @@ Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata,
       }
       continue;
     }
-    std::map<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>, Ranks> by_box;
-    for (auto& [box, rank] : pieces[name]) {
-      Ranks& owners = by_box[{box.start, box.size}];
-      if (owners.empty() || owners.back() != rank) owners.push_back(rank);
-    }
-    if (!wholes[name].empty())
-      by_box[{std::vector<std::int64_t>(meta.shape.size(), 0), meta.shape}] = wholes[name];
     std::vector<HeldBox> held;
-    for (auto& [box, owners] : by_box)
-      held.push_back({Box{.start = box.first, .size = box.second}, std::move(owners)});
+    for (const auto& [box, rank] : pieces[name]) held.push_back({.box = *box, .ranks = {rank}});
+    if (!wholes[name].empty()) {
+      held.push_back(
+          {.box = Box{.start = std::vector<std::int64_t>(meta.shape.size(), 0), .size = meta.shape},
+           .ranks = wholes[name]});
+    }
+    held = distinct_boxes(std::move(held));
     held = disjoint_boxes(std::move(held));
     if (const auto hole = uncovered(held, meta.shape)) {
       return plan_error(
