@@ -441,7 +441,7 @@ struct ConsumerMachine::State {
     for (std::uint32_t c = 0; c < plan().chunks.size(); ++c) {
       if (chunks[c].read) continue;
       for (const Run& run : plan().chunks[c].runs) {
-        if (run.producer == producer && run.key_count != 0) return true;
+        if (run.producer == producer) return true;
       }
       for (const std::uint32_t group : course->facts[c].blocks) {  // not signalled yet
         const auto& owners = plan().group_owners[group];

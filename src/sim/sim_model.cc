@@ -420,6 +420,15 @@ NameSet SimModel::draw_names(Random& random) const {
   return names;
 }
 
+NameSet SimModel::half_a_module() const {
+  const auto q = std::find_if(tables->metadata.begin(), tables->metadata.end(),
+                              [](const TensorMeta& meta) { return meta.name == "layers.0.q.weight"; });
+  const auto name = static_cast<std::size_t>(q - tables->metadata.begin());
+  NameSet names((tables->metadata.size() + 7) / 8, 0);
+  names[name / 8] = static_cast<std::uint8_t>(1u << name % 8);
+  return names;
+}
+
 bool SimModel::touches(std::uint32_t consumer, std::uint32_t module, const NameSet& names) const {
   const Recording& recording = recordings[consumer];
   return std::any_of(recording.scatters.begin(), recording.scatters.end(), [&](const Scatter& scatter) {

@@ -44,6 +44,8 @@ struct SimModel {
                                   const std::vector<std::uint64_t>& versions) const;
   // A set that a sync may move: all names of a module or none, on every worker.
   NameSet draw_names(Random& random) const;
+  // One that no sync may move: half of a module of the first layer.
+  NameSet half_a_module() const;
   // Whether a sync of `names` loads the worker's module.
   bool touches(std::uint32_t consumer, std::uint32_t module, const NameSet& names) const;
 

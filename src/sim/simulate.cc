@@ -79,6 +79,7 @@ class Fleet {
   void count(SimReport& report) const {
     report.syncs_completed = syncs_completed_;
     report.syncs_failed = syncs_failed_;
+    report.syncs_refused = syncs_refused_;
     for (const auto& trainer : trainers_) {
       report.packs += trainer->producer().packs();
       report.kept_early += trainer->producer().drops().kept_early;
@@ -129,6 +130,7 @@ class Fleet {
 
   void check_success(std::uint64_t version, const std::vector<std::uint32_t>& live, const NameSet& names) {
     check_ranks();
+    if (names == model_.half_a_module()) world_.broken("half a module was moved");
     for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
       const SimTrainer& trainer = *trainers_[r];
       if (!trainer.returned()->ok())
@@ -171,6 +173,16 @@ class Fleet {
   void check_failure(std::uint64_t version, const std::vector<std::uint32_t>& live, const NameSet& names) {
     check_ranks();
     const Status& why = trainers_[0]->outcome()->status;
+    if (names == model_.half_a_module()) {
+      ++syncs_refused_;
+      if (why.message().find("'layers.0.k.weight', which it does not") == std::string::npos)
+        world_.broken("half a module was refused with: {}", why.to_string());
+      for (std::uint32_t c = 0; c < workers_.size(); ++c) {
+        if (workers_[c]->machine().modules() != states_[c])
+          world_.broken("worker {} was written by a sync that was refused", c);
+      }
+      return check_modules(names);
+    }
     if (!world_.struck() || why.message().find("simulated") == std::string::npos) {
       return world_.broken("a sync failed by itself: {}", why.to_string());
     }
@@ -197,7 +209,7 @@ class Fleet {
   World& world_;
   const SimModel& model_;
   SlotReaders readers_;
-  std::uint32_t syncs_completed_ = 0, syncs_failed_ = 0;
+  std::uint32_t syncs_completed_ = 0, syncs_failed_ = 0, syncs_refused_ = 0;
   std::vector<std::vector<std::uint64_t>> versions_;  // by worker and name: of the last commit that moved it
   std::vector<std::vector<ModuleState>> states_;      // by worker and module: before the sync
   std::vector<std::uint32_t> peaks_;                  // by trainer
@@ -279,14 +291,16 @@ SimReport simulate(std::uint64_t seed, const SimOptions& options) {
     const bool leave_out = options.degraded && sync_id % 2 == 0;
     for (std::uint32_t c = 0; c < consumers - (leave_out ? model->workers_per_replica() : 0); ++c)
       live.push_back(c);
-    if (options.failures && sync_id < options.syncs && world.random().chance(0.5)) {
-      world.arm(static_cast<Failure>(world.random().below(kFailures)), world.random().below(12));
-    }
     NameSet names;
     if (options.partial && sync_id < options.syncs && world.random().chance(0.6)) {
       ++report.syncs_partial;
       if (sets.empty() || world.random().chance(0.6)) sets.push_back(model->draw_names(world.random()));
       names = sets[world.random().below(sets.size())];
+    }
+    if (options.failures && options.partial && sync_id < options.syncs && world.random().chance(0.15)) {
+      names = model->half_a_module();
+    } else if (options.failures && sync_id < options.syncs && world.random().chance(0.5)) {
+      world.arm(static_cast<Failure>(world.random().below(kFailures)), world.random().below(12));
     }
     going = fleet.sync(sync_id, 100 + sync_id, live, names);
   }

@@ -7,7 +7,7 @@
 // arrives exactly once, residency keeps its bound where there is one, every sync ends, modules of which a
 // sync moves nothing keep their state and bytes. A sync in which a step is made to fail fails on every rank
 // with that error, no worker holds its version (unless commits were under way), and the last one, of all
-// names, is exact again.
+// names, is exact again. A sync of half a module is refused before a byte has moved.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,8 @@ struct SimOptions {
   bool tied = false;        // the head is the embedding: one name feeds two modules
   bool share_slots = true;  // replicas meet at the serve slots
   bool degraded = false;    // every second sync leaves the last replica out
-  bool failures = false;    // something fails in about every second sync but the last
+  bool failures = false;    // something fails in about every second sync but the last; with `partial`, some
+                            // ask for half of a module
   bool partial = false;     // about every second sync but the last moves some names only
   bool resident = false;    // about every second rank publishes in place, without credit
 
@@ -57,6 +58,7 @@ struct SimReport {
   std::uint64_t trace_hash = 0;  // the same for the same seed and options
   std::uint32_t syncs_completed = 0;
   std::uint32_t syncs_failed = 0;   // as they were made to, everywhere, and nothing else
+  std::uint32_t syncs_refused = 0;  // of those: half a module
   std::uint32_t syncs_partial = 0;  // of some names, completed or not
   std::uint64_t events = 0;
   std::int64_t simulated_ns = 0;

@@ -38,7 +38,7 @@ INSTANTIATE_TEST_SUITE_P(Simulate, Seeds, testing::Range<std::uint64_t>(1, 41));
 // Syncs of some names and resident ranks, with and without failures: every name holds the version it was last
 // moved in.
 TEST(Simulate, SyncsOfSomeNamesAndResidentRanks) {
-  std::uint32_t partial = 0, failed = 0, in_place = 0, without_credit = 0;
+  std::uint32_t partial = 0, failed = 0, refused = 0, in_place = 0, without_credit = 0;
   for (std::uint64_t seed = 501; seed <= 515; ++seed) {
     SimOptions options = SimOptions::draw(seed);
     options.partial = options.resident = true;
@@ -49,11 +49,13 @@ TEST(Simulate, SyncsOfSomeNamesAndResidentRanks) {
         << "seed " << seed << ", " << to_string(options) << "\n  " << report.violations.front();
     partial += report.syncs_partial;
     failed += report.syncs_failed;
+    refused += report.syncs_refused;
     in_place += report.peak_in_place > 0 ? 1 : 0;
     without_credit += report.peak_in_place > options.lookahead + 1 ? 1 : 0;
   }
   EXPECT_GT(partial, 30u);
   EXPECT_GT(failed, 10u);
+  EXPECT_GT(refused, 0u);
   EXPECT_GT(in_place, 5u);
   EXPECT_GT(without_credit, 0u) << "a resident rank publishes more than a rank with credit could hold";
 }
