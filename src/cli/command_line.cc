@@ -80,6 +80,16 @@ CLI::Option* add_bytes(CLI::App& app, const std::string& flag, std::uint64_t& ta
       exact_bytes(target));
 }
 
+CLI::Option* add_speed(CLI::App& app, const std::string& flag, std::uint64_t& target, const std::string& help) {
+  return add_text(app, flag, help, "BYTES/s", [&target, flag](const std::string& text) {
+    if (!text.ends_with("/s")) {
+      throw CLI::ValidationError(fmt::format("{}: \"{}\" is no speed such as 50GB/s", flag, text));
+    }
+    target = value_or_throw(parse_bytes(std::string_view(text).substr(0, text.size() - 2), flag));
+    if (target == 0) throw CLI::ValidationError(fmt::format("{}: a speed must be above 0", flag));
+  });
+}
+
 std::string exact_duration(std::int64_t ns) {
   for (const auto& [name, factor] : {std::pair{"s", 1'000'000'000ll}, {"ms", 1'000'000ll}, {"us", 1'000ll}}) {
     if (ns % factor == 0) return fmt::format("{}{}", ns / factor, name);
@@ -285,6 +295,14 @@ void add_withhold(CLI::App& app, std::vector<std::string>& names) {
       ->group("Faults");
 }
 
+void add_recordings(CLI::App& app, std::vector<std::string>& files) {
+  app.add_option("--recording", files,
+                 "Replay these recordings instead of baking: one file per worker of a replica, in the order of "
+                 "their ids, or one name with {worker} in it")
+      ->type_name("FILE..")
+      ->check(not_empty);
+}
+
 // ---- messages ---------------------------------------------------------------------------------------------
 
 std::size_t edit_distance(std::string_view a, std::string_view b) {
@@ -419,6 +437,31 @@ Command parse_command_line(const std::vector<std::string>& words) {
           ->type_name("NAME");
   CLI::Option* const summary =
       plan_app->add_flag("--summary", plan.summary, "Only bytes, chunks and slots per worker");
+  add_recordings(*plan_app, plan.recordings);
+  plan_app
+      ->add_option("--save-recording", plan.save_recording,
+                   "Write what the workers bake; with several workers {worker} stands for the id")
+      ->type_name("FILE")
+      ->check(not_empty)
+      ->excludes(plan_app->get_option("--recording"));
+  const std::string prediction = "Prediction";
+  CLI::Option* const link =
+      add_speed(*plan_app, "--link", plan.link, "Predict the time of a sync over links of this speed, per process")
+          ->group(prediction);
+  add_speed(*plan_app, "--trainer-link", plan.trainer_link, "Speed out of a trainer rank, where it differs")
+      ->group(prediction)
+      ->needs(link);
+  add_speed(*plan_app, "--worker-link", plan.worker_link, "Speed into a worker, where it differs")
+      ->group(prediction)
+      ->needs(link);
+  add_text(
+      *plan_app, "--pull-latency", "From a pull to its first byte", "TIME",
+      [&plan](const std::string& text) {
+        plan.pull_latency_ns = value_or_throw(parse_duration_ns(text, "--pull-latency"));
+      },
+      exact_duration(plan.pull_latency_ns))
+      ->group(prediction)
+      ->needs(link);
   plan_app->add_flag("--json", plan.json, "One JSON object on standard output")
       ->excludes(explain)
       ->excludes(summary);
@@ -430,6 +473,7 @@ Command parse_command_line(const std::vector<std::string>& words) {
   add_model(*sync_app, sync.model);
   add_fleet(*sync_app, sync.fleet);
   add_versions(*sync_app, sync.versions);
+  add_recordings(*sync_app, sync.recordings);
   add_withhold(*sync_app, sync.withhold);
   sync_app->add_flag("--verify", sync.verify,
                      "After each sync load every worker's parameters a second time and compare all bytes");
@@ -452,6 +496,9 @@ Command parse_command_line(const std::vector<std::string>& words) {
   add_versions(*trainer_app, trainer.versions);
   trainer_app->add_flag("--verify", trainer.verify,
                         "Wait for the verdicts of workers that run with --verify");
+  trainer_app->add_flag("--any-architecture", trainer.any_architecture,
+                        "Do not compare the checkpoint with what its architecture implies, which nobody need "
+                        "know: the workers replay recordings");
   add_withhold(*trainer_app, trainer.withhold);
   add_launcher_fd(*trainer_app, trainer.process.launcher_fd);
 
@@ -466,6 +513,7 @@ Command parse_command_line(const std::vector<std::string>& words) {
       ->required();
   add_process(*worker_app, worker.process);
   add_fleet(*worker_app, worker.fleet);
+  add_recordings(*worker_app, worker.recordings);
   worker_app->add_flag("--verify", worker.verify,
                        "After each sync load the parameters a second time and compare all bytes");
   worker_app->add_option("--dump", worker.dump, "Write worker-<id>.safetensors here at the end")

@@ -105,6 +105,44 @@ TEST(CommandLine, ShapeOverrides) {
   EXPECT_EQ(sync.model.overrides.tied, true);
 }
 
+TEST(CommandLine, LinksToPredictFor) {
+  const std::vector<std::string> base = {"plan", "--shape", "qwen3-8b:full"};
+  EXPECT_EQ(parsed<PlanArguments>(base).link, 0u);
+  auto words = base;
+  for (const char* word : {"--link", "50GB/s", "--worker-link", "400MiB/s", "--pull-latency", "5us"})
+    words.emplace_back(word);
+  const auto plan = parsed<PlanArguments>(words);
+  EXPECT_EQ(plan.link, 50'000'000'000u);
+  EXPECT_EQ(plan.trainer_link, 0u);
+  EXPECT_EQ(plan.worker_link, 400u << 20);
+  EXPECT_EQ(plan.pull_latency_ns, 5'000);
+  EXPECT_THAT(notice({"plan", "--shape", "qwen3-8b:full", "--link", "50GB"}).text,
+              HasSubstr("--link: \"50GB\" is no speed such as 50GB/s"));
+  EXPECT_EQ(notice({"plan", "--shape", "qwen3-8b:full", "--link", "0B/s"}).exit_code, kExitUsage);
+  EXPECT_THAT(notice({"plan", "--shape", "qwen3-8b:full", "--worker-link", "1GB/s"}).text, HasSubstr("--link"));
+}
+
+TEST(CommandLine, Recordings) {
+  const std::vector<std::string> base = {"plan", "--shape", "qwen3-8b:full"};
+  const auto with = [](std::vector<std::string> words, const std::vector<std::string>& more) {
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  EXPECT_EQ(parsed<PlanArguments>(with(base, {"--save-recording", "r-{worker}"})).save_recording, "r-{worker}");
+  EXPECT_EQ(parsed<PlanArguments>(with(base, {"--recording", "a", "b"})).recordings,
+            (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(notice(with(base, {"--recording", "a", "--save-recording", "b"})).exit_code, kExitUsage);
+  EXPECT_EQ(notice(with(base, {"--recording", ""})).exit_code, kExitUsage);
+  EXPECT_EQ(parsed<SyncArguments>({"sync", "--model", "m", "--recording", "a", "b", "--verify"}).recordings,
+            (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(parsed<WorkerArguments>({"worker", "--id", "0", "--model", "m", "--fleet-dir", "d", "--recording", "a"})
+                .recordings,
+            std::vector<std::string>{"a"});
+  const std::vector<std::string> trainer = {"trainer", "--rank", "0", "--model", "m", "--fleet-dir", "d"};
+  EXPECT_FALSE(parsed<TrainerArguments>(trainer).any_architecture);
+  EXPECT_TRUE(parsed<TrainerArguments>(with(trainer, {"--any-architecture"})).any_architecture);
+}
+
 TEST(CommandLine, RefusalsNameTheFlagAndTheAcceptedForm) {
   const std::vector<std::string> base = {"sync", "--shape", "qwen3-8b:tiny"};
   const auto with = [&](std::string flag, std::string value) {

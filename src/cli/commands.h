@@ -73,15 +73,21 @@ struct PlanArguments {
   ModelArguments model;
   FleetArguments fleet;
   std::vector<std::string> withhold;
-  std::string explain;  // a checkpoint name, or empty
+  std::vector<std::string> recordings;  // instead of bakes (cli/recordings.h); none: bake
+  std::string save_recording;           // a file name to write the bakes to, or empty
+  std::string explain;                  // a checkpoint name, or empty
   bool summary = false;
   bool json = false;
+  // Link speeds in bytes per second, to predict the time of a sync; 0: no prediction, or as `link`.
+  std::uint64_t link = 0, trainer_link = 0, worker_link = 0;
+  std::int64_t pull_latency_ns = 20'000;
 };
 
 struct SyncArguments {
   ModelArguments model;
   FleetArguments fleet;
   VersionArguments versions;
+  std::vector<std::string> recordings;  // as of plan
   std::vector<std::string> withhold;
   bool verify = false;
   std::string dump;  // a directory, or empty
@@ -96,6 +102,7 @@ struct TrainerArguments {
   std::vector<std::string> withhold;
   std::uint32_t rank = 0;
   bool verify = false;  // the sender waits for the workers' verdicts and reports them
+  bool any_architecture = false;  // the checkpoint is not compared with what a family implies
 };
 
 struct WorkerArguments {
@@ -103,6 +110,7 @@ struct WorkerArguments {
   FleetArguments fleet;
   ProcessArguments process;
   std::uint32_t id = 0;
+  std::vector<std::string> recordings;  // as of plan, or this worker's alone
   bool verify = false;
   std::string dump;
 };

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -23,25 +22,34 @@ struct FleetPlanOptions {
   std::uint64_t export_pack_limit_bytes = 64ull << 20;
   PlanOptions plan;
   BakeOptions bake;
-  std::vector<std::string> withheld;  // names that no rank holds
+  std::vector<std::string> recordings;  // files to read instead, by worker of a replica; none: bake
+  std::vector<std::string> withheld;    // names that no rank holds
 };
 
+// Worker w of every replica does the same, so its plan is there once; so is a recording that several workers
+// share.
 struct FleetPlan {
   TrainerHoldings holdings;
   InitTables tables;
-  std::vector<Recording> recordings;  // by consumer
-  std::vector<WorkerPlan> plans;      // by consumer
+  std::vector<Recording> recordings;        // the distinct ones, by first worker
+  std::vector<std::uint32_t> recording_of;  // by worker of a replica
+  std::vector<WorkerPlan> plans;            // by worker of a replica
   std::int64_t bake_ns = 0, plan_ns = 0;
-  std::uint64_t parameters = 0;  // elements that all workers keep together
 
-  std::uint64_t keys() const;
+  std::uint32_t workers() const { return tables.num_consumers; }
+  const WorkerPlan& plan(std::uint32_t consumer) const { return plans[consumer % plans.size()]; }
+  const Recording& recording(std::uint32_t consumer) const {
+    return recordings[recording_of[consumer % plans.size()]];
+  }
+
+  std::uint64_t keys() const;  // these three over all workers of the fleet
   std::uint64_t chunks() const;
   std::uint64_t bytes_kept() const;
-  Digest128 digest() const;  // over all workers' plans, in their order
+  Digest128 digest() const;  // over the plans of a replica's workers, in their order
 };
 
-// Builds, bakes and plans every worker. Errors are those of the rooms, with the worker named where there is
-// one.
+// Builds, bakes and plans every worker, on as many threads as there are processors; the result does not
+// depend on them. Errors are those of the rooms, with the first worker named that has one.
 Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& options);
 
 }  // namespace shardpull::cli

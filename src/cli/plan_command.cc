@@ -1,5 +1,6 @@
 // `shardpull plan`: what every worker would pull from whom, without a process of the fleet running.
 #include <cstdio>
+#include <optional>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -9,14 +10,34 @@
 #include "base/units.h"
 #include "cli/commands.h"
 #include "cli/fleet_plan.h"
+#include "cli/fleet_summary.h"
 #include "cli/memory_sampler.h"
 #include "cli/model_input.h"
+#include "cli/recordings.h"
 #include "cli/sync_report.h"
 
 namespace shardpull::cli {
 namespace {
 
 using nlohmann::ordered_json;
+
+std::optional<LinkSpeeds> links_of(const PlanArguments& arguments) {
+  if (arguments.link == 0) return std::nullopt;
+  return LinkSpeeds{
+      .trainer_bytes_per_s = arguments.trainer_link != 0 ? arguments.trainer_link : arguments.link,
+      .worker_bytes_per_s = arguments.worker_link != 0 ? arguments.worker_link : arguments.link,
+      .pull_latency_ns = arguments.pull_latency_ns};
+}
+
+// How the ranks publish, and why.
+std::string publish_text(const PlanArguments& arguments, const FleetPlan& fleet) {
+  const bool resident = fleet.holdings.resident;
+  const bool in_pieces = !fleet.tables.ownership.pieces.empty();
+  std::string text = resident ? "resident: ranks publish what they hold, in place"
+                              : "gather: ranks publish whole tensors, group by group as there is credit";
+  if (arguments.fleet.trainer.publish != PublishMode::kAuto) return text + " (asked for)";
+  return text + (in_pieces ? " (auto: some rank holds a part of a tensor)" : " (auto: all tensors are held whole)");
+}
 
 std::string as_json(const ModelInput& model, const PlanArguments& arguments, const FleetPlan& fleet) {
   ordered_json out;
@@ -37,20 +58,22 @@ std::string as_json(const ModelInput& model, const PlanArguments& arguments, con
   out["chunks"] = fleet.chunks();
   out["bytes_kept"] = fleet.bytes_kept();
   out["digest"] = to_string(fleet.digest());
+  add_json(fleet, figures_of(fleet, arguments.fleet.lookahead), links_of(arguments), out);
   out["workers"] = ordered_json::array();
-  for (std::size_t i = 0; i < fleet.plans.size(); ++i) {
-    const WorkerPlan& plan = fleet.plans[i];
+  for (std::uint32_t consumer = 0; consumer < fleet.workers(); ++consumer) {
+    WorkerPlan plan = fleet.plan(consumer);
+    plan.consumer = consumer;
     ordered_json worker;
     std::uint64_t keys = 0;
     for (const Chunk& chunk : plan.chunks) keys += chunk.keys.size();
-    worker["worker"] = plan.consumer;
+    worker["worker"] = consumer;
     worker["bytes_kept"] = plan.bytes_kept;
     worker["bytes_planned"] = plan.bytes_planned;
     worker["keys"] = keys;
     worker["chunks"] = plan.chunks.size();
     worker["receive_slot_bytes"] = plan.receive_slot_bytes;
-    worker["dead_names"] = fleet.recordings[i].dead.size();
-    worker["conversions"] = fleet.recordings[i].conversions;
+    worker["dead_names"] = fleet.recording(consumer).dead.size();
+    worker["conversions"] = fleet.recording(consumer).conversions;
     worker["plan_bytes"] = encode(plan).size();
     worker["digest"] = to_string(digest(plan));
     worker["producers"] = ordered_json::array();
@@ -96,9 +119,14 @@ std::string chunk_table(const FleetPlan& fleet) {
 Status plan(const PlanArguments& arguments) {
   Result<ModelInput> input = arguments.model.shape
                                  ? model_of_shape(*arguments.model.shape, arguments.model.overrides)
-                                 : open_model(arguments.model.directory);
+                                 : open_model(arguments.model.directory, !arguments.recordings.empty());
   if (!input.ok()) return input.status();
   const ModelInput& model = *input;
+  std::vector<std::string> recordings;
+  if (!arguments.recordings.empty()) {
+    SHARDPULL_ASSIGN_OR_RETURN(recordings,
+                               recording_files(arguments.recordings, arguments.fleet.inference, "--recording"));
+  }
   const PathPolicy path = arguments.fleet.path == PathChoice::kPacked   ? PathPolicy::kPacked
                           : arguments.fleet.path == PathChoice::kMapped ? PathPolicy::kMapped
                                                                         : PathPolicy::kAuto;
@@ -113,7 +141,17 @@ Status plan(const PlanArguments& arguments) {
                                   .pull_split = arguments.fleet.pull_split,
                                   .path = path},
                          .bake = {},
+                         .recordings = recordings,
                          .withheld = arguments.withhold}));
+  if (!arguments.save_recording.empty()) {
+    SHARDPULL_ASSIGN_OR_RETURN(
+        const std::vector<std::string> files,
+        recording_files({arguments.save_recording}, arguments.fleet.inference, "--save-recording"));
+    for (std::uint32_t worker = 0; worker < files.size(); ++worker) {
+      SHARDPULL_RETURN_IF_ERROR(save_recording(files[worker], fleet.recording(worker), model,
+                                               arguments.fleet.inference, worker));
+    }
+  }
   if (!arguments.explain.empty()) {
     bool known = false;
     for (const TensorMeta& meta : model.metadata) known = known || meta.name == arguments.explain;
@@ -128,7 +166,13 @@ Status plan(const PlanArguments& arguments) {
     return {};
   }
   if (!arguments.explain.empty()) {
-    std::fputs(explain(fleet.tables, fleet.plans, fleet.recordings, arguments.explain).c_str(), stdout);
+    std::fputs(explain(fleet.tables, arguments.explain).c_str(), stdout);
+    for (const WorkerPlan& plan : fleet.plans) {
+      std::fputs(explain(fleet.tables, plan, fleet.recording(plan.consumer), arguments.explain).c_str(), stdout);
+    }
+    if (fleet.tables.num_replicas > 1) {
+      std::fputs(fmt::format("the same in all {} replicas\n", fleet.tables.num_replicas).c_str(), stdout);
+    }
     return {};
   }
   std::string text = fmt::format("model      {}: {} tensors, {}\n", model.label, model.metadata.size(),
@@ -136,10 +180,11 @@ Status plan(const PlanArguments& arguments) {
   text += fmt::format("fleet      trainer {}, inference {}\n", to_string(arguments.fleet.trainer),
                       to_string(arguments.fleet.inference));
   for (const std::string& note : model.notes) text += fmt::format("note       {}\n", note);
-  text += fmt::format("planned    bake {}, plan {}, peak memory {}, digest {}\n\n",
+  text += fmt::format("planned    bake {}, plan {}, peak memory {}, digest {}\n",
                       format_duration_ns(fleet.bake_ns), format_duration_ns(fleet.plan_ns),
                       format_bytes(peak_resident_bytes()), to_string(fleet.digest()));
-  text += summarise(fleet.tables, fleet.plans, fleet.recordings);
+  text += to_text(fleet, figures_of(fleet, arguments.fleet.lookahead), publish_text(arguments, fleet),
+                  links_of(arguments));
   if (!arguments.summary) text += "\n" + chunk_table(fleet);
   std::fputs(text.c_str(), stdout);
   return {};

@@ -29,6 +29,7 @@
 #include "cli/fleet_plan.h"
 #include "cli/model_input.h"
 #include "cli/progress.h"
+#include "cli/recordings.h"
 #include "cli/run_directory.h"
 #include "cli/supervisor.h"
 #include "cli/sync_report.h"
@@ -62,9 +63,9 @@ std::string_view name_of(PathChoice path) {
 
 std::vector<std::vector<std::uint64_t>> key_bytes(const FleetPlan& fleet) {
   std::vector<std::vector<std::uint64_t>> out;
-  for (const WorkerPlan& plan : fleet.plans) {
+  for (std::uint32_t worker = 0; worker < fleet.workers(); ++worker) {
     auto& keys = out.emplace_back();
-    for (const Chunk& chunk : plan.chunks) {
+    for (const Chunk& chunk : fleet.plan(worker).chunks) {
       for (const ChunkKey& key : chunk.keys) keys.push_back(key.bytes);
     }
   }
@@ -94,11 +95,15 @@ class FleetRun {
   // Bytes of all ranks' tensors: what progress counts.
   void set_bytes_per_sync(std::uint64_t bytes) { bytes_per_sync_ = bytes; }
 
+  // By worker of a replica; none: workers bake.
+  void set_recordings(std::vector<std::string> files) { recordings_ = std::move(files); }
+
   std::optional<RunError> run(const std::string& model, const std::string& fleet_directory) {
     for (std::uint32_t rank = 0; rank < trainers_; ++rank) {
       std::vector<std::string> words = {"trainer", "--rank", fmt::format("{}", rank)};
       append(words, to_flags(arguments_.versions));
       if (arguments_.verify) words.push_back("--verify");
+      if (!arguments_.recordings.empty()) words.push_back("--any-architecture");
       for (const std::string& name : arguments_.withhold) append(words, {"--withhold", name});
       if (auto failed = start(fmt::format("trainer {}", rank), std::move(words), model, fleet_directory)) {
         return failed;
@@ -108,6 +113,7 @@ class FleetRun {
       std::vector<std::string> words = {"worker", "--id", fmt::format("{}", id)};
       if (arguments_.verify) words.push_back("--verify");
       if (!arguments_.dump.empty()) append(words, {"--dump", arguments_.dump});
+      if (!recordings_.empty()) append(words, {"--recording", recordings_[id % recordings_.size()]});
       if (auto failed = start(fmt::format("worker {}", id), std::move(words), model, fleet_directory)) {
         return failed;
       }
@@ -247,6 +253,7 @@ class FleetRun {
   std::set<std::size_t> waiting_;  // children at a gate
   std::vector<std::uint64_t> through_;
   std::uint64_t bytes_per_sync_ = 0;
+  std::vector<std::string> recordings_;
   std::int64_t begin_ns_ = 0;
   std::optional<std::int64_t> before_, after_, non_temporal_;
 };
@@ -308,7 +315,13 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
     child_lines = (*supervisor)->held_lines();
     if (cause) return cause;
   }
-  auto model = open_model(model_directory);
+  std::vector<std::string> recordings;
+  if (!arguments.recordings.empty()) {
+    auto files = recording_files(arguments.recordings, arguments.fleet.inference, "--recording");
+    if (!files.ok()) return failed(files.status());
+    recordings = std::move(*files);
+  }
+  auto model = open_model(model_directory, !recordings.empty());
   if (!model.ok()) return failed(model.status());
   report.model_bytes = model->total_bytes;
   report.tensors = model->metadata.size();
@@ -326,6 +339,7 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
                                    .pull_split = fleet.pull_split,
                                    .path = policy_of(fleet.path)},
                           .bake = {},
+                          .recordings = recordings,
                           .withheld = arguments.withhold});
   if (!plan.ok()) return failed(plan.status());
   report.publish = plan->holdings.resident ? "resident" : "gather";
@@ -345,6 +359,7 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
   if (error) return RunError{"", fmt::format("{}: {}", fleet_directory.string(), error.message())};
   FleetRun run(arguments, *plan, **supervisor, progress, report);
   run.set_bytes_per_sync(bytes_per_sync);
+  run.set_recordings(std::move(recordings));
   auto cause = run.run(model_directory, fleet_directory.string());
   child_lines.insert(child_lines.end(), (*supervisor)->held_lines().begin(),
                      (*supervisor)->held_lines().end());

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -14,6 +15,7 @@
 
 #include "base/units.h"
 #include "plan/boxes.h"
+#include "plan/path.h"
 #include "plan/plan.h"
 
 namespace shardpull {
@@ -48,6 +50,13 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
+std::optional<std::uint32_t> index_of(const InitTables& tables, std::string_view name) {
+  const auto found = std::find_if(tables.metadata.begin(), tables.metadata.end(),
+                                  [&](const TensorMeta& meta) { return meta.name == name; });
+  if (found == tables.metadata.end()) return std::nullopt;
+  return static_cast<std::uint32_t>(found - tables.metadata.begin());
+}
+
 std::string unknown_name(const InitTables& tables, std::string_view name) {
   constexpr std::size_t kSuggestions = 3;
   std::vector<std::pair<std::size_t, std::size_t>> nearest;  // (distance, name)
@@ -68,22 +77,43 @@ std::string parameter_name(const Recording& recording, std::uint32_t parameter) 
   return module.empty() ? recorded.name : fmt::format("{}.{}", module, recorded.name);
 }
 
+std::string publishing_text(const InitTables& tables, const std::vector<std::uint32_t>& ranks) {
+  std::vector<std::uint32_t> resident;
+  for (const std::uint32_t rank : ranks) {
+    if (tables.producer_resident[rank] != 0) resident.push_back(rank);
+  }
+  if (resident.empty()) return "gather: the owners' sources hand over whole groups as there is credit";
+  if (resident.size() == ranks.size()) return "resident: the owners' sources keep it in place";
+  return fmt::format("resident on {}, gather on the others", trainers_text(resident));
+}
+
 // Why the chunk takes its path, as far as tables tell.
 std::string path_reason(const InitTables& tables, const Chunk& chunk) {
-  if (chunk.path == Path::kMapped) return "every owner's memory can be mapped on this host";
-  for (const std::uint32_t producer : chunk.candidates) {
-    if (tables.producer_mappable[producer] != 0) continue;
-    for (const ChunkKey& key : chunk.keys) {
-      const TensorMeta& meta = tables.metadata[key.name];
-      const auto bytes = bytes_of(meta.dtype, checked_numel(meta.shape).value_or(0));
-      if (!bytes.ok() || *bytes <= tables.export_pack_limit) continue;
-      return fmt::format(
-          "trainer {} does not hold '{}' in memory that can be mapped, and its {} are above "
-          "export_pack_limit, {}",
-          producer, meta.name, format_bytes(*bytes), format_bytes(tables.export_pack_limit));
+  const auto obstacle = why_not_mapped(tables, chunk);
+  if (obstacle) return obstacle->reason;
+  return chunk.path == Path::kMapped ? "every owner's memory can be mapped on this host"
+                                     : "asked for, or the transport cannot map";
+}
+
+// What this worker takes of an owner class, by the producers of its block.
+std::string taken_text(const WorkerPlan& plan, std::uint32_t owner_class,
+                       const std::vector<BlockOwner>& block) {
+  std::map<std::uint32_t, std::uint64_t> taken;
+  for (const Chunk& chunk : plan.chunks) {
+    if (chunk.owner_class != owner_class) continue;
+    for (const Run& run : chunk.runs) {
+      for (std::uint32_t k = run.first_key; k < run.first_key + run.key_count; ++k)
+        taken[run.producer] += chunk.keys[k].bytes;
     }
   }
-  return "asked for, or the transport cannot map";
+  std::vector<std::string> parts;
+  for (const BlockOwner& owner : block) {
+    if (parts.size() == kShownRanks)
+      return fmt::format("{}, ... ({} in all)", fmt::join(parts, ", "), block.size());
+    parts.push_back(fmt::format("{} (weight {}, {} in all)", owner.producer, owner.weight,
+                                format_bytes(taken[owner.producer])));
+  }
+  return fmt::format("{}", fmt::join(parts, ", "));
 }
 
 std::string explain_key(const InitTables& tables, const WorkerPlan& plan, const Recording& recording,
@@ -96,7 +126,7 @@ std::string explain_key(const InitTables& tables, const WorkerPlan& plan, const 
   const std::uint32_t workers = effective_workers_per_replica(tables);
   std::vector<std::uint32_t> owners = chunk.candidates;
   std::sort(owners.begin(), owners.end());
-  const std::vector<std::uint32_t> block = route_block(owners, plan.consumer, workers);
+  const std::vector<BlockOwner> block = weighted_block(owners, plan.consumer, workers);
 
   std::string text =
       fmt::format("  {} {} from trainer {}, {}: chunk {}, key {}, bytes {} to {} of {}, seq {}\n",
@@ -118,11 +148,10 @@ std::string explain_key(const InitTables& tables, const WorkerPlan& plan, const 
                           dtype_name(to.dtype));
     }
   }
-  text += fmt::format(
-      "    why trainer {}: of {} (owner class {}) worker {} of {} takes from {}; gather group {} rotates to "
-      "place {}\n",
-      run->producer, trainers_text(owners), chunk.owner_class, plan.consumer % workers, workers,
-      ranks_text(block), chunk.group, block.empty() ? 0 : chunk.group % block.size());
+  text += fmt::format("    why trainer {}: of {} (owner class {}) worker {} of {} takes from {}{}\n",
+                      run->producer, trainers_text(owners), chunk.owner_class, plan.consumer % workers,
+                      workers, taken_text(plan, chunk.owner_class, block),
+                      block.size() > 1 ? ": evened out by weight" : "");
   if (chunk.candidates.size() > 1) {
     std::vector<std::uint32_t> others;
     for (const std::uint32_t candidate : chunk.candidates) {
@@ -185,117 +214,79 @@ class Table {
 
 }  // namespace
 
-std::string explain(const InitTables& tables, const std::vector<WorkerPlan>& plans,
-                    const std::vector<Recording>& recordings, std::string_view name) {
-  const auto found = std::find_if(tables.metadata.begin(), tables.metadata.end(),
-                                  [&](const TensorMeta& meta) { return meta.name == name; });
-  if (found == tables.metadata.end()) return unknown_name(tables, name);
-  const auto index = static_cast<std::uint32_t>(found - tables.metadata.begin());
-  const std::uint32_t group = group_of_names(tables)[index];
-
+std::string explain(const InitTables& tables, std::string_view name) {
+  const auto index = index_of(tables, name);
+  if (!index) return unknown_name(tables, name);
+  const TensorMeta& meta = tables.metadata[*index];
   std::string text = fmt::format(
-      "{} {} {}, {}; name {}, gather group {}\n", found->name, dtype_name(found->dtype),
-      shape_text(found->shape),
-      format_bytes(bytes_of(found->dtype, checked_numel(found->shape).value_or(0)).value()), index, group);
+      "{} {} {}, {}; name {}, gather group {}\n", meta.name, dtype_name(meta.dtype), shape_text(meta.shape),
+      format_bytes(bytes_of(meta.dtype, checked_numel(meta.shape).value_or(0)).value()), *index,
+      group_of_names(tables)[*index]);
   const Ownership& own = tables.ownership;
   if (own.name_owner_class.empty()) {
-    text += fmt::format("held whole by every trainer ({})\n", tables.producers.size());
-  } else if (own.name_owner_class[index] >= 0) {
-    const auto owner_class = static_cast<std::uint32_t>(own.name_owner_class[index]);
-    text += fmt::format("held whole by {} (owner class {})\n", trainers_text(own.owner_sets[owner_class]),
-                        owner_class);
+    std::vector<std::uint32_t> everyone(tables.producers.size());
+    std::iota(everyone.begin(), everyone.end(), 0u);
+    text += fmt::format("held whole by every trainer ({}), {}\n", tables.producers.size(),
+                        publishing_text(tables, everyone));
+  } else if (own.name_owner_class[*index] >= 0) {
+    const auto owner_class = static_cast<std::uint32_t>(own.name_owner_class[*index]);
+    const std::vector<std::uint32_t>& owners = own.owner_sets[owner_class];
+    text += fmt::format("held whole by {} (owner class {}), {}\n", trainers_text(owners), owner_class,
+                        publishing_text(tables, owners));
   } else {
     for (const OwnedPiece& piece : own.pieces) {
-      if (piece.name != index) continue;
-      text += fmt::format("piece {} held by {} (owner class {})\n", to_string(piece.box),
-                          trainers_text(own.owner_sets[piece.owner_class]), piece.owner_class);
+      if (piece.name != *index) continue;
+      const std::vector<std::uint32_t>& owners = own.owner_sets[piece.owner_class];
+      text += fmt::format("piece {} held by {} (owner class {}), {}\n", to_string(piece.box),
+                          trainers_text(owners), piece.owner_class, publishing_text(tables, owners));
     }
-  }
-  for (std::size_t i = 0; i < plans.size() && i < recordings.size(); ++i) {
-    text += fmt::format("worker {}:\n", plans[i].consumer);
-    text += explain_worker(tables, plans[i], recordings[i], index);
   }
   return text;
 }
 
-std::string summarise(const InitTables& tables, const std::vector<WorkerPlan>& plans,
-                      const std::vector<Recording>& recordings) {
+std::string explain(const InitTables& tables, const WorkerPlan& plan, const Recording& recording,
+                    std::string_view name) {
+  const auto index = index_of(tables, name);
+  if (!index) return {};
+  return fmt::format("worker {}:\n{}", plan.consumer, explain_worker(tables, plan, recording, *index));
+}
+
+std::string summarise(const InitTables& tables, const WorkerPlan& plan, const Recording& recording) {
   const std::uint32_t workers = effective_workers_per_replica(tables);
-  std::string text = fmt::format(
-      "{} trainer{}, {} worker{} in {} replica{}, ring depth {}; {} names in {} gather groups\n\n",
-      tables.producers.size(), tables.producers.size() == 1 ? "" : "s", tables.num_consumers,
-      tables.num_consumers == 1 ? "" : "s", tables.num_replicas, tables.num_replicas == 1 ? "" : "s",
-      tables.ring_depth, tables.metadata.size(), tables.group_lens.size());
-
-  struct Served {
-    std::uint64_t bytes = 0;
-    std::uint64_t pulls = 0;
-    std::map<std::uint32_t, std::uint64_t> slot;  // per sharing group, the largest slot
-  };
-  std::vector<Served> served(tables.producers.size());
-  std::uint64_t hottest_bytes = 0;
-  std::pair<std::uint32_t, std::uint32_t> hottest{0, 0};
-
-  Table table({"worker", "kept", "moved", "chunks", "keys", "largest", "mapped", "receive slots",
-               "groups not taken", "dead names", "conversions"});
-  for (std::size_t i = 0; i < plans.size(); ++i) {
-    const WorkerPlan& plan = plans[i];
-    std::uint64_t keys = 0, largest = 0, mapped = 0;
-    std::vector<std::uint64_t> from(tables.producers.size(), 0);
-    for (const Chunk& chunk : plan.chunks) {
-      keys += chunk.keys.size();
-      largest = std::max(largest, chunk.bytes);
-      mapped += chunk.path == Path::kMapped ? 1 : 0;
-      for (const Run& run : chunk.runs) {
-        for (std::uint32_t k = run.first_key; k < run.first_key + run.key_count; ++k)
-          from[run.producer] += chunk.keys[k].bytes;
-        served[run.producer].pulls += 1;
-        if (chunk.path == Path::kPacked) {
-          std::uint64_t& slot = served[run.producer].slot[plan.sharing_group];
-          slot = std::max(slot, run.bytes);
-        }
-      }
+  std::string text =
+      fmt::format("worker {}, {} of {} in replica {} of {}; {} names in {} gather groups\n", plan.consumer,
+                  plan.consumer % workers, workers, plan.consumer / workers, tables.num_consumers / workers,
+                  tables.metadata.size(), tables.group_lens.size());
+  std::uint64_t keys = 0, largest = 0, mapped = 0;
+  std::map<std::uint32_t, std::uint64_t> from;
+  for (const Chunk& chunk : plan.chunks) {
+    keys += chunk.keys.size();
+    largest = std::max(largest, chunk.bytes);
+    mapped += chunk.path == Path::kMapped ? 1 : 0;
+    for (const Run& run : chunk.runs) {
+      for (std::uint32_t k = run.first_key; k < run.first_key + run.key_count; ++k)
+        from[run.producer] += chunk.keys[k].bytes;
     }
-    for (std::uint32_t producer = 0; producer < from.size(); ++producer) {
-      served[producer].bytes += from[producer];
-      if (from[producer] > hottest_bytes) {
-        hottest_bytes = from[producer];
-        hottest = {producer, plan.consumer};
-      }
-    }
-    table.add({fmt::format("{}", plan.consumer), format_bytes(plan.bytes_kept),
-               format_bytes(plan.bytes_planned), fmt::format("{}", plan.chunks.size()),
-               fmt::format("{}", keys), format_bytes(largest), fmt::format("{}", mapped),
-               plan.receive_slot_bytes == 0
+  }
+  text += fmt::format("keeps {}, moves {} per sync in {} chunks ({} mapped, the largest {}) of {} keys\n",
+                      format_bytes(plan.bytes_kept), format_bytes(plan.bytes_planned), plan.chunks.size(),
+                      mapped, format_bytes(largest), keys);
+  if (plan.receive_slot_bytes > 0)
+    text += fmt::format("receive slots: {} x {}\n", plan.ring_depth, format_bytes(plan.receive_slot_bytes));
+  text += fmt::format("takes nothing from {} groups; {} dead names\n\n", plan.pre_free.size(),
+                      recording.dead.size());
+  Table table({"trainer", "serves", "pulls", "serve slots", "publishes"});
+  for (const ProducerPlan& producer : plan.producers) {
+    table.add({fmt::format("{}", producer.producer), format_bytes(from[producer.producer]),
+               fmt::format("{}", producer.pulls),
+               producer.serve_slot_bytes == 0
                    ? "-"
-                   : fmt::format("{} x {}", plan.ring_depth, format_bytes(plan.receive_slot_bytes)),
-               fmt::format("{}", plan.pre_free.size()),
-               i < recordings.size() ? fmt::format("{}", recordings[i].dead.size()) : "-",
-               i < recordings.size() ? fmt::format("{}", recordings[i].conversions.size()) : "-"});
+                   : fmt::format("{} x {}", plan.ring_depth, format_bytes(producer.serve_slot_bytes)),
+               tables.producer_resident[producer.producer] != 0 ? "resident" : "gather"});
   }
-  text += table.text() + "\n";
-
-  Table trainers({"trainer", "serves", "pulls", "serve slots"});
-  for (std::uint32_t producer = 0; producer < served.size(); ++producer) {
-    std::uint64_t slots = 0;
-    for (const auto& [group, bytes] : served[producer].slot) slots += bytes * tables.ring_depth;
-    trainers.add({fmt::format("{}", producer), format_bytes(served[producer].bytes),
-                  fmt::format("{}", served[producer].pulls), slots == 0 ? "-" : format_bytes(slots)});
-  }
-  text += trainers.text();
-  if (hottest_bytes > 0) {
-    text += fmt::format("\nhottest pair: trainer {} to worker {}, {}\n", hottest.first, hottest.second,
-                        format_bytes(hottest_bytes));
-  }
-  if (workers < tables.num_consumers) {
-    text += fmt::format("replicas share serve slots: {} sharing groups of {}\n", workers,
-                        tables.num_consumers / workers);
-  }
-  for (std::size_t i = 0; i < plans.size() && i < recordings.size(); ++i) {
-    for (const std::string& conversion : recordings[i].conversions) {
-      text += fmt::format("converted, worker {}: {}\n", plans[i].consumer, conversion);
-    }
-  }
+  text += table.text();
+  for (const std::string& conversion : recording.conversions)
+    text += fmt::format("converted: {}\n", conversion);
   return text;
 }
 

@@ -300,11 +300,13 @@ Result<Holding> decode_holding(const std::byte* data, std::size_t size);
 
 // ---- for people -------------------------------------------------------------------------------------------------------
 
-// Who serves `name` to each of `plans`' workers, by which path, and why; also where it is dead. `recordings` is parallel to
-// `plans`. Lines of text ending in a newline; a name the metadata lacks is answered with the nearest ones.
-std::string explain(const InitTables& tables, const std::vector<WorkerPlan>& plans, const std::vector<Recording>& recordings,
-                    std::string_view name);
-// Bytes per worker and producer, chunks, slots, largest chunk, groups, dead names, conversions.
-std::string summarise(const InitTables& tables, const std::vector<WorkerPlan>& plans, const std::vector<Recording>& recordings);
+// Who holds `name`, and how they publish it. Lines of text ending in a newline; a name the metadata lacks is answered with
+// the nearest ones.
+std::string explain(const InitTables& tables, std::string_view name);
+// Who serves `name` to the worker of `plan`, by which path, and why; or why it is dead there. Lines of text ending in a
+// newline; nothing for a name the metadata lacks.
+std::string explain(const InitTables& tables, const WorkerPlan& plan, const Recording& recording, std::string_view name);
+// What one worker pulls: bytes in all and per producer, how those publish, chunks, slots, groups, dead names, conversions.
+std::string summarise(const InitTables& tables, const WorkerPlan& plan, const Recording& recording);
 
 }  // namespace shardpull

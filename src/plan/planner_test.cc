@@ -346,7 +346,8 @@ TEST(PlanWorker, bytes_are_evened_out_within_the_block) {
 }
 
 TEST(PlanWorker, split_pulls_are_as_long_as_their_owners_have_room) {
-  // Two workers over three trainers; every chunk is pulled from two of them, from the middle one half as much.
+  // Two workers over three trainers; every chunk is pulled from two of them, from the middle one half as
+  // much.
   std::vector<TensorMeta> metadata;
   for (int layer = 0; layer < 10; ++layer) {
     for (char name = 'a'; name <= 'l'; ++name)
@@ -646,12 +647,82 @@ TEST(PlanWorker, case_019_scale_tiles_may_belong_to_two_workers) {
   }
 }
 
+// Trainers that hold rows as fully sharded data parallel cuts them: ceil(rows / ranks) each, the last ones
+// fewer or none.
+std::vector<Holding> row_shards(const std::vector<TensorMeta>& metadata, std::uint32_t ranks) {
+  auto holdings = holdings_of(metadata, ranks);
+  for (std::uint32_t name = 0; name < metadata.size(); ++name) {
+    const std::vector<std::int64_t>& shape = metadata[name].shape;
+    const std::int64_t each = (shape[0] + ranks - 1) / ranks;
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+      const std::int64_t first = std::min(shape[0], each * rank);
+      Box box{.start = std::vector<std::int64_t>(shape.size(), 0), .size = shape};
+      box.start[0] = first;
+      box.size[0] = std::min(each, shape[0] - first);
+      hold(holdings[rank], name, std::move(box));
+    }
+  }
+  return holdings;
+}
+
+TEST(PlanWorker, case_058_a_cut_inside_an_uneven_shard_takes_from_both_sides) {
+  // Rows 3, 3, 3, 1 and 1, 1, 1, 0 on four ranks; two workers, cut at row 5, inside the second shard.
+  const std::vector<TensorMeta> metadata{meta("w", {10, 2}), meta("v", {3, 2})};
+  const auto holdings = row_shards(metadata, 4);
+  InitTables tables = make_tables(metadata, 4, 2);
+  tables.ownership = must(resolve_ownership(metadata, holdings));
+  for (std::uint32_t worker = 0; worker < 2; ++worker) {
+    RecordingBuilder builder(metadata);
+    builder.whole("w", 0, must(builder.fake(0).narrow(0, 5 * worker, 5)));
+    builder.whole("v", 1, builder.fake(1));
+    const Recording recording = builder.build();
+    const WorkerPlan plan = must(plan_worker(tables, recording, worker));
+    WorkerBytes expected, planned;
+    ASSERT_EQ(bytes_of_recording(metadata, recording, expected), "");
+    ASSERT_EQ(bytes_of_plan(tables, holdings, recording, plan, planned), "");
+    EXPECT_EQ(planned, expected);
+    std::set<std::uint32_t> of_w;
+    for (const Chunk& chunk : plan.chunks) {
+      for (const ChunkKey& key : chunk.keys) {
+        if (key.name == 0) of_w.insert(chunk.runs.at(0).producer);
+      }
+    }
+    EXPECT_EQ(Ids(of_w.begin(), of_w.end()), worker == 0 ? (Ids{0, 1}) : (Ids{1, 2, 3}));
+  }
+}
+
+TEST(PlanWorker, case_060_bytes_do_not_depend_on_the_number_of_shards) {
+  const std::vector<TensorMeta> metadata{meta("l.0.q", {7, 6}), meta("l.0.o", {6, 10}), meta("l.1.q", {7, 6}),
+                                         meta("norm", {5}, DType::kF32)};
+  for (std::uint32_t worker = 0; worker < 2; ++worker) {
+    RecordingBuilder builder(metadata);
+    builder.whole("q0", 0, must(builder.fake(0).narrow(0, worker == 0 ? 0 : 4, worker == 0 ? 4 : 3)));
+    builder.whole("o0", 1, must(must(builder.fake(1).narrow(1, 5 * worker, 5)).transpose(0, 1)));
+    builder.whole("q1", 2, must(builder.fake(2).narrow(0, worker == 0 ? 0 : 4, worker == 0 ? 4 : 3)));
+    builder.whole("norm", 3, builder.fake(3));
+    const Recording recording = builder.build();
+    WorkerBytes expected;
+    ASSERT_EQ(bytes_of_recording(metadata, recording, expected), "");
+    for (const std::uint32_t shards : {1, 2, 8, 3}) {
+      const auto holdings = row_shards(metadata, shards);
+      InitTables tables = make_tables(metadata, shards, 2);
+      tables.ownership = must(resolve_ownership(metadata, holdings));
+      const WorkerPlan plan = must(plan_worker(tables, recording, worker));
+      WorkerBytes planned;
+      ASSERT_EQ(bytes_of_plan(tables, holdings, recording, plan, planned), "");
+      EXPECT_EQ(planned, expected) << shards << " shards";
+      EXPECT_EQ(plan.bytes_planned, plan.bytes_kept) << shards << " shards";
+      EXPECT_EQ(encode(plan), encode(must(plan_worker(tables, recording, worker)))) << shards << " shards";
+    }
+  }
+}
+
 TEST(PlanWorker, pure_whatever_the_locale) {
   const SmallModel model;
   const InitTables tables = make_tables(model.metadata, 3, 2);
   const Recording recording = model.record();
   const auto bytes = encode(must(plan_worker(tables, recording, 1)));
-  const std::string text = summarise(tables, {must(plan_worker(tables, recording, 1))}, {recording});
+  const std::string text = summarise(tables, must(plan_worker(tables, recording, 1)), recording);
   struct Grouped : std::numpunct<char> {
     char do_thousands_sep() const override { return '.'; }
     char do_decimal_point() const override { return ','; }
@@ -661,7 +732,7 @@ TEST(PlanWorker, pure_whatever_the_locale) {
   for (const char* name : {"de_DE.UTF-8", "tr_TR.UTF-8", "C.UTF-8"}) {
     if (std::setlocale(LC_ALL, name) == nullptr) continue;
     EXPECT_EQ(encode(must(plan_worker(tables, recording, 1))), bytes);
-    EXPECT_EQ(summarise(tables, {must(plan_worker(tables, recording, 1))}, {recording}), text);
+    EXPECT_EQ(summarise(tables, must(plan_worker(tables, recording, 1)), recording), text);
   }
   std::setlocale(LC_ALL, "C");
   std::locale::global(before);
@@ -677,14 +748,38 @@ TEST(Explain, says_who_serves_whom_and_why) {
   const std::vector<Recording> recordings{model.record(), other.build()};
   const std::vector<WorkerPlan> plans{must(plan_worker(tables, recordings[0], 0)),
                                       must(plan_worker(tables, recordings[1], 1))};
-  const std::string text = explain(tables, plans, recordings, "layers.0.gate");
-  for (const char* part : {"held whole by trainer 1 (owner class 1)", "gather group 1", "worker 0:",
-                           "from trainer 1, mapped", "layers.0.gate_up.weight takes BF16 [16, 8]: all of it",
-                           "why mapped", "worker 1:\n  dead here: other rank"}) {
+  std::string text = explain(tables, "layers.0.gate");
+  for (std::size_t w = 0; w < 2; ++w) text += explain(tables, plans[w], recordings[w], "layers.0.gate");
+  for (const char* part :
+       {"held whole by trainer 1 (owner class 1), gather: ", "gather group 1",
+        "worker 0:", "from trainer 1, mapped", "layers.0.gate_up.weight takes BF16 [16, 8]: all of it",
+        "why trainer 1: of trainer 1 (owner class 1) worker 0 of 2 takes from 1 (weight 1, 774 B in all)",
+        "why mapped: every owner's memory can be mapped", "worker 1:\n  dead here: other rank"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << " in:\n" << text;
   }
-  EXPECT_NE(explain(tables, plans, recordings, "layers.0.gat").find("  layers.0.gate\n"), std::string::npos);
-  EXPECT_NE(summarise(tables, plans, recordings).find("hottest pair"), std::string::npos);
+  EXPECT_NE(explain(tables, "layers.0.gat").find("  layers.0.gate\n"), std::string::npos);
+  EXPECT_EQ(explain(tables, plans[0], recordings[0], "layers.0.gat"), "");
+}
+
+TEST(Explain, says_how_owners_publish_and_what_keeps_them_from_being_mapped) {
+  const SmallModel model;
+  InitTables tables = make_tables(model.metadata, 2);
+  tables.producer_resident = {1, 0};
+  tables.producer_mappable = {0, 1};
+  const Recording recording = model.record();
+  const WorkerPlan plan = must(plan_worker(tables, recording, 0));
+  EXPECT_NE(explain(tables, "norm")
+                .find("held whole by every trainer (2), resident on trainer 0, gather on the others"),
+            std::string::npos)
+      << explain(tables, "norm");
+  const std::string text = explain(tables, plan, recording, "norm");
+  EXPECT_NE(text.find("why packed: trainer 0 does not hold 'norm' in memory that can be mapped"),
+            std::string::npos)
+      << text;
+  const std::string summary = summarise(tables, plan, recording);
+  for (const char* part :
+       {"keeps 2.03 KiB, moves 2.03 KiB per sync in 4 chunks (0 mapped", "resident", "gather"})
+    EXPECT_NE(summary.find(part), std::string::npos) << part << " in:\n" << summary;
 }
 
 TEST(Explain, lists_pieces) {
@@ -698,7 +793,7 @@ TEST(Explain, lists_pieces) {
   const Recording recording = builder.build();
   const WorkerPlan plan = must(plan_worker(tables, recording, 0));
   expect_exact(tables, recording, plan);
-  const std::string text = explain(tables, {plan}, {recording}, "w");
+  const std::string text = explain(tables, "w") + explain(tables, plan, recording, "w");
   for (const char* part :
        {"piece [0:3, 0:4] held by trainer 0", "piece [3:4, 0:4] held by trainer 1", "from trainer 1"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << " in:\n" << text;

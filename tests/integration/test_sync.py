@@ -192,7 +192,8 @@ class JsonOutput(FleetTest):
         self.assertIn("nothing", report["error"]["message"])
 
     def test_plan(self):
-        outcome = self.run_command("plan", "--shape", "qwen3-0.6b:tiny", "--trainer", "pp=2", "--inference", "tp=2,pp=2", "--json")
+        outcome = self.run_command("plan", "--shape", "qwen3-0.6b:tiny", "--trainer", "pp=2", "--inference", "tp=2,pp=2", "--json",
+                                   "--link", "10GB/s")
         self.assertEqual(outcome.code, 0, outcome.err)
         plan = outcome.json()
         self.check(plan, {
@@ -200,6 +201,11 @@ class JsonOutput(FleetTest):
             "settings": {"trainer": str, "inference": str, "ring_depth": int, "max_chunk_bytes": int, "export_pack_limit_bytes": int},
             "notes": [str], "bake_s": float, "plan_s": float, "peak_rss_bytes": int, "names": int, "keys": int, "chunks": int,
             "bytes_kept": int, "digest": str,
+            "producers": [{"rank": int, "publish": str, "groups": int, "held_bytes": int, "bytes": int, "pulls": int,
+                           "packs": int, "serve_ring_bytes": int, "export_buffer_bytes": int}],
+            "hottest_pair": {"rank": int, "worker": int, "bytes": int},
+            "prediction": {"trainer_bytes_per_s": int, "worker_bytes_per_s": int, "pull_latency_s": float,
+                           "trainers_s": float, "workers_s": float, "fill_s": float, "total_s": float},
             "workers": [{
                 "worker": int, "bytes_kept": int, "bytes_planned": int, "keys": int, "chunks": int, "receive_slot_bytes": int,
                 "dead_names": int, "conversions": [str], "plan_bytes": int, "digest": str,
@@ -207,6 +213,8 @@ class JsonOutput(FleetTest):
             }],
         })
         self.assertEqual(len(plan["workers"]), 4)
+        self.assertEqual(sum(producer["bytes"] for producer in plan["producers"]),
+                         sum(worker["bytes_planned"] for worker in plan["workers"]))
         again = self.run_command("plan", "--shape", "qwen3-0.6b:tiny", "--trainer", "pp=2", "--inference", "tp=2,pp=2", "--json",
                                  environment={"LC_ALL": "C.UTF-8"}).json()
         self.assertEqual(again["digest"], plan["digest"])
