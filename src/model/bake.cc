@@ -409,6 +409,13 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
     recording.modules[module->index()].aliases.push_back(std::move(path));
   }
   std::vector<bool> written(model.modules().size(), false);
+  // Names by what becomes of their copies: recorded with elements, and not overwritten by a later one.
+  std::vector<bool> copied(metadata.size(), false), left(metadata.size(), false);
+  const auto mark = [](std::vector<bool>& names, const std::vector<Write>& writes) {
+    for (const Write& write : writes) {
+      if (write.source && !write.bits.empty()) names[write.name] = true;
+    }
+  };
   for (std::uint32_t p = 0; p < recorder.parameters.size(); ++p) {
     Parameter& parameter = *recorder.parameters[p];
     const std::uint32_t module = parameter.module().index();
@@ -420,7 +427,9 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
     if (parameter.optional() && writes.empty()) continue;  // a buffer that nothing feeds is left alone
     SHARDPULL_RETURN_IF_ERROR(prepend_padding(parameter, writes));
     std::string why;
+    mark(copied, writes);
     SHARDPULL_ASSIGN_OR_RETURN(const bool ordered, keep_last_words(writes, why));
+    mark(left, writes);
     if (!ordered) {
       problems.push_back(why);
       continue;
@@ -442,6 +451,7 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
 
   // Names.
   std::vector<std::string> unexplained;
+  std::vector<std::string> overwritten;
   std::vector<std::string> unbaked;
   std::string first_name;
   auto feed = recorder.feeds.begin();
@@ -469,6 +479,9 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
     if (failed) {
       recording.unbaked.push_back(n);
       if (options.unbaked == UnbakedPolicy::kStrict && first_name.empty()) first_name = name;
+    } else if (copied[n] && !left[n] && model.explain_unused(name).empty()) {
+      overwritten.push_back(name);
+      if (first_name.empty()) first_name = name;
     }
   }
 
@@ -486,6 +499,11 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
     errors.push_back(
         std::to_string(unexplained.size()) +
         " name(s) feed nothing and the model cannot explain them: " + describe_list(unexplained));
+  }
+  if (!overwritten.empty()) {
+    errors.push_back(std::to_string(overwritten.size()) +
+                     " name(s) are loaded and then overwritten whole by others, and the model does not explain it: " +
+                     describe_list(overwritten));
   }
   if (!unfed.empty()) errors.push_back("no source feeds " + describe_list(unfed, "; "));
   if (!homeless.empty()) errors.push_back(describe_list(homeless, "; "));

@@ -314,12 +314,15 @@ TEST(Bake, OverlappingCopiesKeepTheLastWord) {
   }
 }
 
-// An earlier copy that is overwritten completely is gone; its name is live all the same.
+// An earlier copy that is overwritten completely is gone, which its model must explain; its name is live all the
+// same.
 TEST(Bake, OverwrittenCopyIsDropped) {
   TableModel model;
   Parameter* const p = must(model.module("m").add_parameter("weight", DType::kF32, {6}));
   model.feed("a", p);
   model.feed("b", p);
+  EXPECT_TRUE(fails_with(bake(model, metas({"a", "b"}, {6})), {"overwritten whole", "a"}));
+  model.unused["a"] = "b replaces it";
   const Recording r = must(bake(model, metas({"a", "b"}, {6})));
   ASSERT_EQ(r.scatters.size(), 1u);
   EXPECT_EQ(r.scatters[0].name, 1u);

@@ -633,9 +633,10 @@ Result<std::vector<std::string>> check_checkpoint(const ModelConfig& config,
       shapes.push_back(status.message());
     }
   }
-  if (!unknown.empty()) return model->unknown_names(unknown);
+  const auto given = [&](std::string_view name) { return names.contains(name); };
+  if (!unknown.empty()) return model->unknown_names(unknown, given);
   if (!shapes.empty()) return refused(describe_list(shapes, "; "), Reason::kCheckpointMalformed, first_shape);
-  SHARDPULL_RETURN_IF_ERROR(model->check_fused([&](std::string_view name) { return names.contains(name); }));
+  SHARDPULL_RETURN_IF_ERROR(model->check_fused(given));
 
   std::unordered_set<std::string_view> replaced;
   for (const auto& [name, parts] : model->fused) {

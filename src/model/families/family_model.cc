@@ -55,11 +55,12 @@ Status FamilyModel::load_weights(const std::vector<NamedTensor>& weights) {
     if (source == sources.end() && explain_unused(weight.name).empty()) unknown.push_back(weight.name);
     any_fused = any_fused || (source != sources.end() && source->second.is_fused);
   }
-  if (!unknown.empty()) return unknown_names(unknown);
-  if (any_fused) {
-    std::unordered_set<std::string_view> given;
-    for (const NamedTensor& weight : weights) given.insert(weight.name);
-    SHARDPULL_RETURN_IF_ERROR(check_fused([&](std::string_view name) { return given.contains(name); }));
+  if (!unknown.empty() || any_fused) {
+    std::unordered_set<std::string_view> names;
+    for (const NamedTensor& weight : weights) names.insert(weight.name);
+    const auto given = [&](std::string_view name) { return names.contains(name); };
+    if (!unknown.empty()) return unknown_names(unknown, given);
+    SHARDPULL_RETURN_IF_ERROR(check_fused(given));
   }
   for (std::size_t i = 0; i < weights.size(); ++i) {
     if (found[i] == nullptr) continue;
@@ -97,7 +98,18 @@ std::vector<std::string> FamilyModel::sources_of(const Parameter& parameter) con
   return names == fed_by.end() ? std::vector<std::string>() : names->second;
 }
 
-Status FamilyModel::unknown_names(const std::vector<std::string>& unknown) const {
+Status FamilyModel::unknown_names(const std::vector<std::string>& unknown,
+                                  const std::function<bool(std::string_view)>& given) const {
+  // The first known name that is `name` but for what stands before its second part.
+  const auto other_prefix = [&](std::string_view name) -> const std::string* {
+    const std::size_t dot = name.find('.');
+    if (dot == std::string_view::npos) return nullptr;
+    const std::string* found = nullptr;
+    for (const auto& [known, source] : sources) {
+      if (std::string_view(known).ends_with(name.substr(dot)) && (found == nullptr || known < *found)) found = &known;
+    }
+    return found;
+  };
   std::vector<std::string> lines;
   for (const std::string& name : unknown) {
     std::string line = name;
@@ -112,12 +124,26 @@ Status FamilyModel::unknown_names(const std::vector<std::string>& unknown) const
           nearest = &known;
         }
       }
+      if (nearest == nullptr) nearest = other_prefix(name);
       if (nearest != nullptr) line += " (nearest: " + *nearest + ")";
     }
     lines.push_back(std::move(line));
   }
-  return refused(std::to_string(unknown.size()) +
-                     " name(s) that this architecture does not have: " + describe_list(lines),
+  std::unordered_set<std::string_view> replaced;
+  for (const auto& [name, parts] : fused) {
+    if (given(name)) replaced.insert(parts.begin(), parts.end());
+  }
+  std::vector<std::string> missing;
+  for (const auto& [known, source] : sources) {
+    if (!source.targets.empty() && !source.is_fused && !given(known) && !replaced.contains(known))
+      missing.push_back(known);
+  }
+  std::sort(missing.begin(), missing.end());
+  return refused(std::to_string(unknown.size()) + " name(s) that this architecture does not have: " +
+                     describe_list(lines) +
+                     (missing.empty() ? std::string()
+                                      : "; " + std::to_string(missing.size()) +
+                                            " name(s) that it needs are not given: " + describe_list(missing)),
                  Reason::kBakeFailed, unknown.front());
 }
 

@@ -58,8 +58,10 @@ class FamilyModel final : public Model {
   std::string explain_unused(std::string_view name) const override;
   std::vector<std::string> sources_of(const Parameter& parameter) const override;
 
-  // The error for names that this architecture does not have: each with the nearest known one.
-  Status unknown_names(const std::vector<std::string>& unknown) const;
+  // The error for names that this architecture does not have: each with the nearest known one, or one that
+  // differs in its prefix alone; then the names that this worker keeps and `given` does not have.
+  Status unknown_names(const std::vector<std::string>& unknown,
+                       const std::function<bool(std::string_view)>& given) const;
   // A part may come fused (or stacked) or by itself, not both. `given` says whether the checkpoint has a
   // name.
   Status check_fused(const std::function<bool(std::string_view)>& given) const;
