@@ -9,6 +9,17 @@ pkg_check_modules(shardpull_xxhash_pc REQUIRED IMPORTED_TARGET libxxhash)
 add_library(shardpull_xxhash INTERFACE)
 target_link_libraries(shardpull_xxhash INTERFACE PkgConfig::shardpull_xxhash_pc)
 
+# Only UCX's headers are needed.
+set(shardpull_with_ucx OFF)
+if(SHARDPULL_WITH_UCX)
+  pkg_check_modules(shardpull_ucx QUIET "ucx>=1.13")
+  if(shardpull_ucx_FOUND)
+    set(shardpull_with_ucx ON)
+  else()
+    message(STATUS "UCX 1.13 or newer was not found (pkg-config ucx): built without the transport between hosts")
+  endif()
+endif()
+
 if(SHARDPULL_CLI)
   find_path(SHARDPULL_CLI11_INCLUDE CLI/CLI.hpp REQUIRED)
   mark_as_advanced(SHARDPULL_CLI11_INCLUDE)

@@ -52,10 +52,11 @@ std::uint64_t OwnRegions::live_bytes() const {
 
 Status check_window(const RemoteRef& window, std::uint64_t region_bytes) {
   if (window.offset <= region_bytes && window.bytes <= region_bytes - window.offset) return {};
-  return Status(StatusCode::kOutOfRange,
-                fmt::format("{} bytes at offset {} are not within region {} generation {}, which has {} bytes", window.bytes,
-                            window.offset, window.region, window.generation, region_bytes),
-                {.reason = Reason::kBadArgument, .fault = Fault::kPeer});
+  return Status(
+      StatusCode::kOutOfRange,
+      fmt::format("{} bytes at offset {} are not within region {} generation {}, which has {} bytes",
+                  window.bytes, window.offset, window.region, window.generation, region_bytes),
+      {.reason = Reason::kBadArgument, .fault = Fault::kPeer});
 }
 
 namespace region_errors {
@@ -73,12 +74,15 @@ Status wrong_state(const std::string& peer, std::string message) {
 
 }  // namespace
 
-Status granted_again(const std::string& peer, std::uint32_t region, std::uint32_t generation, std::uint32_t had) {
-  return corrupt(peer, fmt::format("{} granted region {} generation {} after generation {}", peer, region, generation, had));
+Status granted_again(const std::string& peer, std::uint32_t region, std::uint32_t generation,
+                     std::uint32_t had) {
+  return corrupt(peer, fmt::format("{} granted region {} generation {} after generation {}", peer, region,
+                                   generation, had));
 }
 
 Status retired_unknown(const std::string& peer, std::uint32_t region, std::uint32_t generation) {
-  return corrupt(peer, fmt::format("{} retired region {} generation {}, which it never granted", peer, region, generation));
+  return corrupt(peer, fmt::format("{} retired region {} generation {}, which it never granted", peer, region,
+                                   generation));
 }
 
 Status never_granted(const std::string& peer, const RemoteRef& window) {
@@ -87,13 +91,13 @@ Status never_granted(const std::string& peer, const RemoteRef& window) {
 }
 
 Status stale(const std::string& peer, const RemoteRef& window, std::uint32_t generation) {
-  return wrong_state(peer, fmt::format("stale: region {} of {} is at generation {}, not {}", window.region, peer, generation,
-                                       window.generation));
+  return wrong_state(peer, fmt::format("stale: region {} of {} is at generation {}, not {}", window.region,
+                                       peer, generation, window.generation));
 }
 
 Status freed(const std::string& peer, const RemoteRef& window) {
-  return wrong_state(peer, fmt::format("stale: region {} generation {} was freed by {}", window.region, window.generation,
-                                       peer));
+  return wrong_state(peer, fmt::format("stale: region {} generation {} was freed by {}", window.region,
+                                       window.generation, peer));
 }
 
 }  // namespace region_errors

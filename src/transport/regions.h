@@ -15,8 +15,8 @@
 
 namespace shardpull {
 
-// The owner's regions. A freed number is given out again with the next generation, so that a peer who still holds the old
-// pair is told, and never reads the new memory by mistake. Thread-safe.
+// The owner's regions. A freed number is given out again with the next generation, so that a peer who still
+// holds the old pair is told, and never reads the new memory by mistake. Thread-safe.
 class OwnRegions {
  public:
   struct Name {
@@ -34,31 +34,34 @@ class OwnRegions {
 
  private:
   mutable Mutex mutex_;
-  std::vector<std::uint32_t> generations_ SHARDPULL_GUARDED_BY(mutex_);  // by region - 1; the last one given out
-  std::vector<std::uint32_t> unused_ SHARDPULL_GUARDED_BY(mutex_);       // regions to give out again
+  std::vector<std::uint32_t> generations_
+      SHARDPULL_GUARDED_BY(mutex_);                                 // by region - 1; the last one given out
+  std::vector<std::uint32_t> unused_ SHARDPULL_GUARDED_BY(mutex_);  // regions to give out again
   std::vector<Name> freed_ SHARDPULL_GUARDED_BY(mutex_);
   std::uint64_t live_regions_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   std::uint64_t live_bytes_ SHARDPULL_GUARDED_BY(mutex_) = 0;
 };
 
-// OK when [offset, offset + bytes) lies within [0, region_bytes). Never overflows. OUT_OF_RANGE names the numbers.
+// OK when [offset, offset + bytes) lies within [0, region_bytes). Never overflows. OUT_OF_RANGE names the
+// numbers.
 Status check_window(const RemoteRef& window, std::uint64_t region_bytes);
 
-// What one peer granted to this process, with what the backend keeps of each region: `Held` has bytes(). Thread-compatible.
+// What one peer granted to this process, with what the backend keeps of each region: `Held` has bytes().
+// Thread-compatible.
 template <typename Held>
 class PeerRegions {
  public:
   // `peer` is named in errors.
   explicit PeerRegions(std::string peer) : peer_(std::move(peer)) {}
 
-  // Takes a grant, with what is kept of it or the reason why it cannot be reached from here. DATA_LOSS when the region was
-  // granted before with this or a later generation: an honest peer does not do that.
+  // Takes a grant, with what is kept of it or the reason why it cannot be reached from here. DATA_LOSS when
+  // the region was granted before with this or a later generation: an honest peer does not do that.
   Status grant(std::uint32_t region, std::uint32_t generation, Result<std::shared_ptr<const Held>> held);
   // The owner freed it. DATA_LOSS for a region that was never granted. An older generation is ignored.
   Status retire(std::uint32_t region, std::uint32_t generation);
 
-  // What holds `window`, or why there is none, each case in its own words: never granted, another generation, freed by its
-  // owner, not reachable from here, out of range.
+  // What holds `window`, or why there is none, each case in its own words: never granted, another generation,
+  // freed by its owner, not reachable from here, out of range.
   Result<std::shared_ptr<const Held>> find(const RemoteRef& window) const;
 
   std::uint64_t held_bytes() const { return held_bytes_; }
@@ -78,7 +81,8 @@ class PeerRegions {
 
 namespace region_errors {
 
-Status granted_again(const std::string& peer, std::uint32_t region, std::uint32_t generation, std::uint32_t had);
+Status granted_again(const std::string& peer, std::uint32_t region, std::uint32_t generation,
+                     std::uint32_t had);
 Status retired_unknown(const std::string& peer, std::uint32_t region, std::uint32_t generation);
 Status never_granted(const std::string& peer, const RemoteRef& window);
 Status stale(const std::string& peer, const RemoteRef& window, std::uint32_t generation);
@@ -87,9 +91,11 @@ Status freed(const std::string& peer, const RemoteRef& window);
 }  // namespace region_errors
 
 template <typename Held>
-Status PeerRegions<Held>::grant(std::uint32_t region, std::uint32_t generation, Result<std::shared_ptr<const Held>> held) {
+Status PeerRegions<Held>::grant(std::uint32_t region, std::uint32_t generation,
+                                Result<std::shared_ptr<const Held>> held) {
   Entry& entry = entries_[region];
-  if (generation <= entry.generation) return region_errors::granted_again(peer_, region, generation, entry.generation);
+  if (generation <= entry.generation)
+    return region_errors::granted_again(peer_, region, generation, entry.generation);
   drop(entry);
   entry.generation = generation;
   if (held.ok()) {

@@ -1,0 +1,102 @@
+// UcxEndpoint: what the ucx transport keeps of one connection, and the pieces of work UCX does for it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "transport/regions.h"
+#include "transport/ucx/ucx_frame.h"
+#include "transport/ucx/ucx_memory.h"
+
+namespace shardpull {
+
+inline constexpr std::size_t kUcxHeaderBytes =
+    sizeof(std::uint64_t) + kUcxFrameBytes;  // order, then a header of 64 bytes
+
+// One active message as it arrived.
+struct UcxIncoming {
+  EndpointId endpoint = 0;
+  std::uint64_t order = 0;
+  std::array<std::byte, kHotHeaderBytes> header{};
+  std::vector<std::byte> data;
+};
+
+// A read that a peer asked for.
+struct UcxServe {
+  std::uint64_t read = 0;
+  std::shared_ptr<const UcxBlock> block;
+  std::uint64_t offset = 0;  // in the block
+  std::uint64_t bytes = 0;
+  std::uint64_t sent = 0;
+};
+
+// Confined to the progress thread.
+struct UcxEndpoint {
+  enum class State {
+    kOpen,       // carries messages
+    kLingering,  // closed by us: waits for the peer to have taken everything
+    kEnding,     // UCX lets go of it; then its reads are reported, then its end if `report`
+  };
+
+  UcxEndpoint(EndpointId number, std::string name, bool was_accepted)
+      : id(number), accepted(was_accepted), peer(std::move(name)), regions(peer) {}
+
+  const EndpointId id;
+  const bool accepted;
+  std::string peer;  // for messages: "10.0.0.7:5000", and its name once it told
+  ucp_ep_h handle = nullptr;
+  State state = State::kOpen;
+
+  Incarnation incarnation = 0;  // the peer's, from its hello; 0 before
+  bool one_sided = false;       // reads are fetched
+  std::uint64_t next_out = 0, next_in = 0;
+  std::map<std::uint64_t, UcxIncoming> early;  // arrived before their turn
+  std::uint64_t early_bytes = 0;
+  std::uint64_t queued_bytes = 0;  // of messages UCX has not passed on
+  std::uint64_t operations = 0;    // UCX is busy with; they may touch memory
+
+  PeerRegions<UcxRemoteRegion> regions;  // what the peer granted
+  struct Granted {
+    std::uint32_t generation = 0;
+    std::weak_ptr<const UcxBlock> block;
+  };
+  std::unordered_map<std::uint32_t, Granted> granted;  // what it was granted, by region
+
+  std::uint64_t reads = 0;             // not reported yet
+  std::deque<std::uint64_t> fetching;  // reads to fetch, in order
+  std::uint32_t gets = 0;              // under way
+  std::deque<UcxServe> serving;        // reads to send, in order
+  std::uint32_t fragments = 0;         // under way
+
+  bool report = false;  // kEnding: whether on_closed is called
+  Status why;
+  bool let_go = false;           // kEnding: UCX has closed it
+  std::int64_t deadline_ns = 0;  // kOpen: to have said hello; kLingering, kEnding: when to stop waiting
+};
+
+class UcxTransport;
+
+// Something UCX was asked to do and will report. Holds what must live until then.
+struct UcxOperation {
+  enum class Kind { kSend, kFragment, kReceive, kGet, kClose };
+
+  UcxTransport* transport = nullptr;
+  EndpointId endpoint = 0;
+  Kind kind = Kind::kSend;
+  std::uint64_t bytes = 0;
+  std::uint64_t read = 0;
+  std::array<std::byte, kUcxHeaderBytes> header{};
+  std::vector<std::byte> data;
+  std::shared_ptr<const UcxBlock> block;
+  std::shared_ptr<const UcxRemoteRegion> region;
+};
+
+}  // namespace shardpull

@@ -1,0 +1,1282 @@
+#include "transport/ucx/ucx_transport.h"
+
+#include <ifaddrs.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "base/host_port.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "transport/ucx/ucx_endpoint.h"
+#include "transport/ucx/ucx_frame.h"
+#include "transport/ucx/ucx_library.h"
+#include "transport/ucx/ucx_memory.h"
+
+namespace shardpull {
+namespace {
+
+constexpr unsigned kActiveMessage = 1;           // the one id of ours
+constexpr std::uint64_t kEagerReadBytes = 4096;  // smaller than a rendezvous is worth
+constexpr int kRoundsPerProgress = 256;          // of UCX's own progress, before what it brought is looked at
+constexpr std::size_t kMaxUnproven = 1024;       // accepted peers that have not said hello
+constexpr std::size_t kMaxServes = 65'536;       // reads of one peer waiting
+constexpr std::uint64_t kMaxEarlyBytes = 64u << 20;
+constexpr std::size_t kMaxRememberedPeers = 4096;
+constexpr std::int64_t kLetGoNs = kNanosPerSecond;  // for UCX to end what an endpoint has under way
+constexpr std::int64_t kDestructorLingerNs = 300 * kNanosPerMilli;
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+
+Status bad_argument(std::string message) {
+  return Status(StatusCode::kInvalidArgument, std::move(message), {.reason = Reason::kBadArgument});
+}
+
+Status host_error(std::string message) {
+  return Status(StatusCode::kFailedPrecondition, std::move(message),
+                {.reason = Reason::kHost, .fault = Fault::kHost});
+}
+
+Status gone(EndpointId endpoint) {
+  return Status(StatusCode::kUnavailable, fmt::format("endpoint {} is closed", endpoint),
+                {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
+}
+
+Status corrupt(const std::string& peer, std::string_view problem) {
+  return Status(StatusCode::kDataLoss, fmt::format("{} {}", peer, problem),
+                {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .peer = peer});
+}
+
+SocketAddress address_of(const sockaddr_storage& storage) {
+  SocketAddress address;
+  address.storage = storage;
+  address.length = storage.ss_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
+  return address;
+}
+
+std::array<std::byte, kUcxHeaderBytes> header_of(std::uint64_t order,
+                                                 const std::array<std::byte, kHotHeaderBytes>& rest) {
+  std::array<std::byte, kUcxHeaderBytes> header;
+  std::memcpy(header.data(), &order, sizeof order);
+  std::copy(rest.begin(), rest.end(), header.begin() + sizeof order);
+  return header;
+}
+
+// Whether the connection has a lane of an RDMA transport. UCX's call for this question is newer than 1.13; its
+// listing of the lanes, as "0:rc_mlx5/mlx5_0:1", is not.
+bool has_rdma_lane(const UcxLibrary& ucx, ucp_ep_h handle) {
+  char* text = nullptr;
+  std::size_t size = 0;
+  std::FILE* const stream = open_memstream(&text, &size);
+  if (stream == nullptr) return false;
+  ucx.ucp_ep_print_info(handle, stream);
+  std::fclose(stream);
+  const std::string_view listing(text, size);
+  const auto lists = [&](std::string_view transport) { return listing.find(transport) != std::string_view::npos; };
+  const bool found = lists(":rc_") || lists(":dc_");
+  std::free(text);
+  return found;
+}
+
+}  // namespace
+
+class UcxTransport final : public Transport {
+ public:
+  UcxTransport(UcxOptions options, SocketAddress own, std::shared_ptr<UcxContext> context)
+      : options_(std::move(options)), own_(own), context_(std::move(context)), ucx_(context_->ucx) {}
+  ~UcxTransport() override;
+  Status start();
+
+  std::string name() const override { return options_.transports == "tcp" ? "tcp" : "ucx"; }
+  bool can_map() const override { return false; }
+  Result<std::shared_ptr<ExportedMemory>> allocate(std::uint64_t bytes, std::string_view what) override;
+  Result<std::shared_ptr<ExportedMemory>> adopt(const std::byte* data, std::uint64_t bytes,
+                                                std::string_view what) override;
+  Result<std::string> listen() override;
+  Result<EndpointId> connect(const std::string& address, std::int64_t timeout_ns) override;
+  Status send(EndpointId endpoint, HotHeader header, const std::byte* payload, std::size_t length) override;
+  Status grant(EndpointId endpoint, const std::shared_ptr<ExportedMemory>& memory) override;
+  void close(EndpointId endpoint) override;
+  void read(EndpointId endpoint, const RemoteRef& remote, std::byte* local, ReadToken token) override;
+  Result<Mapping> map(EndpointId endpoint, const RemoteRef& remote) override;
+  void add_mapped_bytes(std::uint64_t bytes) override {
+    payload_bytes_read_.fetch_add(bytes, std::memory_order_relaxed);
+  }
+  Status progress(std::int64_t timeout_ns, TransportSink& sink) override;
+  void wake() override { context_->wake(); }
+  TransportCounters counters() const override;
+
+ private:
+  struct Read {
+    EndpointId endpoint = 0;
+    ReadToken token = 0;
+    std::uint64_t offset = 0;  // in the region
+    std::uint64_t bytes = 0;
+    std::byte* local = nullptr;
+    std::shared_ptr<const UcxRemoteRegion> region;
+    std::uint64_t asked = 0;  // bytes under way or landed
+    std::uint64_t landed = 0;
+    std::uint32_t operations = 0;  // that may write to `local`
+    Status failed;
+  };
+  struct SettledRead {
+    EndpointId endpoint = 0;
+    ReadToken token = 0;
+    std::uint64_t bytes = 0;
+    Status status;
+  };
+
+  // ---- called by UCX, on the progress thread, from within its progress: they only note what happened ----
+  static void on_connection(ucp_conn_request_h request, void* self);
+  static void on_error(void* self, ucp_ep_h handle, ucs_status_t status);
+  static ucs_status_t on_active_message(void* self, const void* header, std::size_t header_length, void* data,
+                                        std::size_t length, const ucp_am_recv_param_t* param);
+  static void on_sent(void* request, ucs_status_t status, void* operation);
+  static void on_received(void* request, ucs_status_t status, std::size_t length, void* operation);
+  void take_connection(ucp_conn_request_h request);
+  ucs_status_t take_active_message(const void* header, std::size_t header_length, void* data,
+                                   std::size_t length, const ucp_am_recv_param_t& param);
+  ucs_status_t take_data(UcxEndpoint& endpoint, const UcxFrame& frame, void* data, std::size_t length,
+                         bool rendezvous);
+  void note_failure(EndpointId endpoint, Status why);
+
+  // ---- operations ----
+  UcxOperation* begin(UcxEndpoint& endpoint, UcxOperation::Kind kind);
+  // UCX's answer to the call that began it: done, failed, or its callback will tell.
+  void answered(UcxOperation* operation, ucs_status_ptr_t answer);
+  void finished(UcxOperation* operation, ucs_status_t status);
+  ucp_request_param_t param_of(UcxOperation* operation) const;
+
+  UcxEndpoint* find(EndpointId id);
+  UcxEndpoint* find_open(EndpointId id);
+  Result<UcxEndpoint*> add(std::string peer, bool accepted, ucp_ep_params_t params);
+  void post(UcxEndpoint& endpoint, const std::array<std::byte, kHotHeaderBytes>& header,
+            std::vector<std::byte> data);
+  void post(UcxEndpoint& endpoint, UcxFrame frame, std::vector<std::byte> data = {});
+  void post_hello(UcxEndpoint& endpoint);
+
+  void take_in_order(UcxIncoming incoming, TransportSink& sink);
+  Status take(UcxEndpoint& endpoint, const UcxIncoming& incoming, TransportSink& sink);
+  Status check_sender(const UcxEndpoint& endpoint, FleetToken token, Incarnation incarnation) const;
+  Status take_hello(UcxEndpoint& endpoint, const UcxFrame& frame, const std::vector<std::byte>& data);
+  Status take_grant(UcxEndpoint& endpoint, const UcxFrame& frame, const std::vector<std::byte>& data);
+  Status take_read(UcxEndpoint& endpoint, const UcxFrame& frame);
+  Status take_refused(UcxEndpoint& endpoint, const UcxFrame& frame, const std::vector<std::byte>& data);
+
+  void pump_all();
+  void pump_serves(UcxEndpoint& endpoint);
+  void pump_gets(UcxEndpoint& endpoint);
+  void settle_if_over(std::uint64_t id, Read& read);
+  void settle(EndpointId endpoint, ReadToken token, std::uint64_t bytes, Status status);
+
+  // Ends an endpoint: UCX lets go of it, then its reads fail, then it is reported.
+  void end(UcxEndpoint& endpoint, Status why);
+  // The same for a peer that sent what is not ours: logged, once per peer.
+  void refuse(UcxEndpoint& endpoint, const Status& why);
+  void let_go(UcxEndpoint& endpoint);
+  void take_failures();
+  void retire_freed_regions();
+  void step_endings();
+  void report_reads(TransportSink& sink);
+  void report_closed(TransportSink& sink);
+  void run_timers();
+  void drive();
+  Status wait(std::int64_t timeout_ns);
+  std::int64_t next_timer_ns() const;
+  bool work_waits() const {
+    return !accepted_.empty() || !inbox_.empty() || !failures_.empty() || !settled_.empty() ||
+           !closed_.empty();
+  }
+
+  const UcxOptions options_;
+  const SocketAddress own_;
+  const std::shared_ptr<UcxContext> context_;
+  const UcxLibrary& ucx_;
+  const SystemClock& clock_ = SystemClock::instance();
+
+  ucp_worker_h worker_ = nullptr;
+  int event_fd_ = -1;  // the worker's
+  ucp_listener_h listener_ = nullptr;
+  std::string listen_address_;
+
+  std::unordered_map<EndpointId, std::unique_ptr<UcxEndpoint>> endpoints_;
+  std::unordered_map<ucp_ep_h, EndpointId> by_handle_;
+  EndpointId last_endpoint_ = 0;
+  std::unordered_map<UcxOperation*, std::unique_ptr<UcxOperation>> operations_;
+
+  std::vector<EndpointId> accepted_;  // to be reported
+  std::vector<UcxIncoming> inbox_;    // to be looked at
+  std::vector<std::pair<EndpointId, Status>> failures_;
+  std::vector<EndpointId> closed_;   // to be reported, and removed
+  std::vector<EndpointId> to_pump_;  // with room for more fragments
+  std::unordered_set<std::string> refused_peers_;
+
+  std::uint64_t last_read_ = 0;
+  std::unordered_map<std::uint64_t, Read> reads_;
+  std::vector<SettledRead> settled_;
+
+  std::atomic<std::uint64_t> payload_bytes_read_{0}, header_bytes_{0}, messages_{0}, open_endpoints_{0};
+};
+
+// ---- life ----
+
+Status UcxTransport::start() {
+  ucp_worker_params_t params{};
+  params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE | UCP_WORKER_PARAM_FIELD_FLAGS;
+  params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+  params.flags = UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK;
+  ucs_status_t status = ucx_.ucp_worker_create(context_->context, &params, &worker_);
+  if (status != UCS_OK) {
+    worker_ = nullptr;
+    return ucx_error(ucx_, status, "no UCX worker");
+  }
+  status = ucx_.ucp_worker_get_efd(worker_, &event_fd_);
+  if (status != UCS_OK) return ucx_error(ucx_, status, "UCX cannot wait for events with these transports");
+  ucp_worker_attr_t attributes{};
+  attributes.field_mask = UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER;
+  status = ucx_.ucp_worker_query(worker_, &attributes);
+  if (status != UCS_OK || attributes.max_am_header < kUcxHeaderBytes) {
+    return host_error(fmt::format("UCX's headers hold {} bytes with these transports, not {}",
+                                  attributes.max_am_header, kUcxHeaderBytes));
+  }
+  ucp_am_handler_param_t handler{};
+  handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
+                       UCP_AM_HANDLER_PARAM_FIELD_ARG | UCP_AM_HANDLER_PARAM_FIELD_FLAGS;
+  handler.id = kActiveMessage;
+  handler.flags = UCP_AM_FLAG_WHOLE_MSG;
+  handler.cb = &UcxTransport::on_active_message;
+  handler.arg = this;
+  status = ucx_.ucp_worker_set_am_recv_handler(worker_, &handler);
+  if (status != UCS_OK) return ucx_error(ucx_, status, "UCX takes no handler");
+  return {};
+}
+
+UcxTransport::~UcxTransport() {
+  if (worker_ == nullptr) return;
+  if (listener_ != nullptr) ucx_.ucp_listener_destroy(listener_);
+  class Silence final : public TransportSink {
+    void on_accepted(EndpointId) override {}
+    void on_message(EndpointId, const HotHeader&, const std::byte*) override {}
+    void on_closed(EndpointId, const Status&) override {}
+    void on_read_done(ReadToken, const Status&) override {}
+  } silence;
+  const std::int64_t now_ns = clock_.now_ns();
+  for (auto& [id, endpoint] : endpoints_) {
+    close(id);
+    if (endpoint->deadline_ns != 0)
+      endpoint->deadline_ns = std::min(endpoint->deadline_ns, now_ns + kDestructorLingerNs);
+  }
+  const std::int64_t give_up_ns = now_ns + kDestructorLingerNs + kLetGoNs;
+  while (!endpoints_.empty() && clock_.now_ns() < give_up_ns && progress(10 * kNanosPerMilli, silence).ok()) {
+  }
+  ucx_.ucp_worker_destroy(worker_);  // nothing of ours is touched any more
+}
+
+Result<std::shared_ptr<ExportedMemory>> UcxTransport::allocate(std::uint64_t bytes, std::string_view what) {
+  SHARDPULL_ASSIGN_OR_RETURN(std::shared_ptr<const UcxBlock> block,
+                             UcxBlock::allocate(context_, bytes, what));
+  SHARDPULL_ASSIGN_OR_RETURN(const OwnRegions::Name name, context_->regions.add(bytes));
+  return std::shared_ptr<ExportedMemory>(
+      std::make_shared<UcxExportedMemory>(context_, std::move(block), name));
+}
+
+Result<std::shared_ptr<ExportedMemory>> UcxTransport::adopt(const std::byte* data, std::uint64_t bytes,
+                                                            std::string_view what) {
+  const std::pair<const std::byte*, std::uint64_t> key(data, bytes);
+  {
+    MutexLock lock(context_->mutex);
+    std::erase_if(context_->adopted, [](const auto& entry) { return entry.second.expired(); });
+    if (const auto found = context_->adopted.find(key); found != context_->adopted.end()) {
+      if (std::shared_ptr<UcxExportedMemory> held = found->second.lock(); held != nullptr) {
+        return std::shared_ptr<ExportedMemory>(std::move(held));
+      }
+    }
+  }
+  SHARDPULL_ASSIGN_OR_RETURN(std::shared_ptr<const UcxBlock> block,
+                             UcxBlock::adopt(context_, data, bytes, what));
+  SHARDPULL_ASSIGN_OR_RETURN(const OwnRegions::Name name, context_->regions.add(bytes));
+  auto memory = std::make_shared<UcxExportedMemory>(context_, std::move(block), name);
+  MutexLock lock(context_->mutex);
+  context_->adopted[key] = memory;
+  return std::shared_ptr<ExportedMemory>(std::move(memory));
+}
+
+Result<std::string> UcxTransport::listen() {
+  if (listener_ != nullptr) return listen_address_;
+  SHARDPULL_RETURN_IF_ERROR(
+      check_can_listen(own_, fmt::format("the {} transport of {}", name(), options_.self_name)));
+  ucp_listener_params_t params{};
+  params.field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER;
+  params.sockaddr = {own_.get(), own_.length};
+  params.conn_handler = {&UcxTransport::on_connection, this};
+  ucs_status_t status = ucx_.ucp_listener_create(worker_, &params, &listener_);
+  if (status != UCS_OK) {
+    listener_ = nullptr;
+    return ucx_error(ucx_, status, fmt::format("UCX cannot listen at {}", own_.to_string()));
+  }
+  ucp_listener_attr_t attributes{};
+  attributes.field_mask = UCP_LISTENER_ATTR_FIELD_SOCKADDR;
+  status = ucx_.ucp_listener_query(listener_, &attributes);
+  if (status != UCS_OK) return ucx_error(ucx_, status, "UCX does not say where it listens");
+  listen_address_ = address_of(attributes.sockaddr).to_string();
+  return listen_address_;
+}
+
+Result<EndpointId> UcxTransport::connect(const std::string& address, std::int64_t timeout_ns) {
+  SHARDPULL_ASSIGN_OR_RETURN(const HostPort parsed, parse_host_port(address, "a peer's address"));
+  SHARDPULL_ASSIGN_OR_RETURN(const std::vector<SocketAddress> found, resolve(parsed));
+  // The family this process uses, where the peer has it.
+  const auto same = std::find_if(found.begin(), found.end(),
+                                 [&](const SocketAddress& one) { return one.family() == own_.family(); });
+  const SocketAddress& target = same != found.end() ? *same : found.front();
+  if (target.loopback() != own_.loopback() && options_.interface.empty()) {
+    return host_error(fmt::format(
+        "the peer's address {} and this process's own {} cannot reach each other: one of them is of its "
+        "host only; give each process an address that the others reach (--interface)",
+        target.to_string(), own_.host()));
+  }
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_SOCK_ADDR | UCP_EP_PARAM_FIELD_FLAGS;
+  params.flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER;
+  params.sockaddr = {target.get(), target.length};
+  SHARDPULL_ASSIGN_OR_RETURN(UcxEndpoint* const endpoint, add(address, /*accepted=*/false, params));
+  endpoint->deadline_ns = clock_.now_ns() + std::max<std::int64_t>(timeout_ns, kNanosPerMilli);
+  post_hello(*endpoint);
+  return endpoint->id;
+}
+
+Result<UcxEndpoint*> UcxTransport::add(std::string peer, bool accepted, ucp_ep_params_t params) {
+  if (last_endpoint_ == std::numeric_limits<EndpointId>::max()) {
+    return Status(StatusCode::kResourceExhausted, "no endpoint number is left",
+                  {.reason = Reason::kLimit, .fault = Fault::kLibrary});
+  }
+  params.field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler = {&UcxTransport::on_error, this};
+  auto endpoint = std::make_unique<UcxEndpoint>(++last_endpoint_, std::move(peer), accepted);
+  const ucs_status_t status = ucx_.ucp_ep_create(worker_, &params, &endpoint->handle);
+  if (status != UCS_OK) {
+    return ucx_error(ucx_, status, fmt::format("no connection to {}", endpoint->peer), endpoint->peer);
+  }
+  UcxEndpoint* const added = endpoint.get();
+  by_handle_[added->handle] = added->id;
+  endpoints_.emplace(added->id, std::move(endpoint));
+  open_endpoints_.fetch_add(1, std::memory_order_relaxed);
+  return added;
+}
+
+UcxEndpoint* UcxTransport::find(EndpointId id) {
+  const auto found = endpoints_.find(id);
+  return found == endpoints_.end() ? nullptr : found->second.get();
+}
+
+UcxEndpoint* UcxTransport::find_open(EndpointId id) {
+  UcxEndpoint* const endpoint = find(id);
+  return endpoint != nullptr && endpoint->state == UcxEndpoint::State::kOpen ? endpoint : nullptr;
+}
+
+// ---- sending ----
+
+UcxOperation* UcxTransport::begin(UcxEndpoint& endpoint, UcxOperation::Kind kind) {
+  auto operation = std::make_unique<UcxOperation>();
+  operation->transport = this;
+  operation->endpoint = endpoint.id;
+  operation->kind = kind;
+  ++endpoint.operations;
+  UcxOperation* const begun = operation.get();
+  operations_.emplace(begun, std::move(operation));
+  return begun;
+}
+
+ucp_request_param_t UcxTransport::param_of(UcxOperation* operation) const {
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+  param.user_data = operation;
+  if (operation->kind == UcxOperation::Kind::kReceive) {
+    param.cb.recv_am = &UcxTransport::on_received;
+  } else {
+    param.cb.send = &UcxTransport::on_sent;
+  }
+  return param;
+}
+
+void UcxTransport::answered(UcxOperation* operation, ucs_status_ptr_t answer) {
+  if (!UCS_PTR_IS_PTR(answer)) finished(operation, UCS_PTR_RAW_STATUS(answer));
+}
+
+void UcxTransport::on_sent(void* request, ucs_status_t status, void* data) {
+  auto* const operation = static_cast<UcxOperation*>(data);
+  UcxTransport& self = *operation->transport;
+  self.finished(operation, status);
+  self.ucx_.ucp_request_free(request);
+}
+
+void UcxTransport::on_received(void* request, ucs_status_t status, std::size_t length, void* data) {
+  auto* const operation = static_cast<UcxOperation*>(data);
+  UcxTransport& self = *operation->transport;
+  if (status == UCS_OK && length != operation->bytes) status = UCS_ERR_MESSAGE_TRUNCATED;
+  self.finished(operation, status);
+  self.ucx_.ucp_request_free(request);
+}
+
+void UcxTransport::finished(UcxOperation* raw, ucs_status_t status) {
+  const auto found = operations_.find(raw);
+  const std::unique_ptr<UcxOperation> operation = std::move(found->second);
+  operations_.erase(found);
+  UcxEndpoint* const endpoint = find(operation->endpoint);
+  if (endpoint == nullptr) return;  // it was given up on
+  --endpoint->operations;
+  using Kind = UcxOperation::Kind;
+  switch (operation->kind) {
+    case Kind::kSend:
+      endpoint->queued_bytes -= operation->bytes;
+      if (status != UCS_OK) {
+        note_failure(endpoint->id,
+                     ucx_error(ucx_, status, fmt::format("{} takes no more messages", endpoint->peer),
+                               endpoint->peer));
+      }
+      return;
+    case Kind::kFragment:
+      --endpoint->fragments;
+      to_pump_.push_back(endpoint->id);
+      // A reader that gave the read up refuses it, and ignores this; every other one must not wait for ever.
+      if (status != UCS_OK && endpoint->state == UcxEndpoint::State::kOpen) {
+        post(*endpoint, {.kind = UcxFrameKind::kRefused, .read = operation->read},
+             encode(ucx_error(ucx_, status, "a part of the read could not be sent")));
+      }
+      return;
+    case Kind::kReceive:
+    case Kind::kGet: {
+      if (operation->kind == Kind::kGet) {
+        --endpoint->gets;
+        to_pump_.push_back(endpoint->id);
+      }
+      const auto read = reads_.find(operation->read);
+      if (read == reads_.end()) return;
+      --read->second.operations;
+      if (status == UCS_OK) {
+        read->second.landed += operation->bytes;
+      } else if (read->second.failed.ok()) {
+        read->second.failed =
+            ucx_error(ucx_, status, fmt::format("a read from {} failed", endpoint->peer), endpoint->peer);
+      }
+      settle_if_over(read->first, read->second);
+      return;
+    }
+    case Kind::kClose:
+      endpoint->let_go = true;
+      return;
+  }
+}
+
+void UcxTransport::post(UcxEndpoint& endpoint, const std::array<std::byte, kHotHeaderBytes>& header,
+                        std::vector<std::byte> data) {
+  UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kSend);
+  operation->header = header_of(endpoint.next_out++, header);
+  operation->data = std::move(data);
+  operation->bytes = kUcxHeaderBytes + operation->data.size();
+  endpoint.queued_bytes += operation->bytes;
+  ucp_request_param_t param = param_of(operation);
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+  param.flags = UCP_AM_SEND_FLAG_REPLY | UCP_AM_SEND_FLAG_EAGER;
+  answered(operation,
+           ucx_.ucp_am_send_nbx(endpoint.handle, kActiveMessage, operation->header.data(), kUcxHeaderBytes,
+                                operation->data.data(), operation->data.size(), &param));
+}
+
+void UcxTransport::post(UcxEndpoint& endpoint, UcxFrame frame, std::vector<std::byte> data) {
+  frame.token = options_.token;
+  frame.incarnation = options_.incarnation;
+  post(endpoint, encode(frame), std::move(data));
+}
+
+void UcxTransport::post_hello(UcxEndpoint& endpoint) {
+  const auto* const name = reinterpret_cast<const std::byte*>(options_.self_name.data());
+  post(endpoint, {.kind = UcxFrameKind::kHello},
+       {name, name + options_.self_name.size()});
+}
+
+Status UcxTransport::send(EndpointId id, HotHeader header, const std::byte* payload, std::size_t length) {
+  UcxEndpoint* const endpoint = find_open(id);
+  if (endpoint == nullptr) return gone(id);
+  if (length > kMaxHotPayloadBytes) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("a {} message with {} bytes, above the limit of {}", name_of(header.type),
+                              length, kMaxHotPayloadBytes),
+                  {.reason = Reason::kLimit, .fault = Fault::kLibrary});
+  }
+  if (endpoint->queued_bytes + kUcxHeaderBytes + length > options_.max_queued_bytes) {
+    Status full(StatusCode::kResourceExhausted,
+                fmt::format("{} has not taken {} bytes of messages: it stopped reading", endpoint->peer,
+                            endpoint->queued_bytes),
+                {.reason = Reason::kLimit, .fault = Fault::kPeer, .peer = endpoint->peer});
+    refuse(*endpoint, full);  // with a message missing, what followed would make no sense
+    return full;
+  }
+  if (header.token == 0) header.token = options_.token;
+  if (header.incarnation == 0) header.incarnation = options_.incarnation;
+  header.length = static_cast<std::uint32_t>(length);
+  header.sum = payload_sum(payload, length);
+  header_bytes_.fetch_add(kHotHeaderBytes + length, std::memory_order_relaxed);
+  messages_.fetch_add(1, std::memory_order_relaxed);
+  post(*endpoint, encode(header), std::vector<std::byte>(payload, payload + length));
+  return {};
+}
+
+Status UcxTransport::grant(EndpointId id, const std::shared_ptr<ExportedMemory>& memory) {
+  UcxEndpoint* const endpoint = find_open(id);
+  if (endpoint == nullptr) return gone(id);
+  const auto* const exported = dynamic_cast<const UcxExportedMemory*>(memory.get());
+  if (exported == nullptr || !exported->belongs_to(context_)) {
+    return Status(StatusCode::kInvalidArgument,
+                  "only memory that this transport allocated or adopted can be granted",
+                  {.reason = Reason::kBadArgument, .fault = Fault::kLibrary});
+  }
+  const MemoryRef& ref = exported->ref();
+  UcxEndpoint::Granted& granted = endpoint->granted[ref.region];
+  if (granted.generation == ref.generation) return {};
+  granted = {.generation = ref.generation, .block = exported->block()};
+  const auto address = reinterpret_cast<std::uintptr_t>(ref.address);
+  const std::vector<std::byte>& key = exported->block()->key();
+  std::vector<std::byte> data(sizeof address + key.size());
+  std::memcpy(data.data(), &address, sizeof address);
+  std::copy(key.begin(), key.end(), data.begin() + sizeof address);
+  post(*endpoint,
+       {.kind = UcxFrameKind::kGrant, .region = ref.region, .generation = ref.generation, .bytes = ref.bytes},
+       std::move(data));
+  return {};
+}
+
+void UcxTransport::retire_freed_regions() {
+  for (const OwnRegions::Name& name : context_->regions.take_freed()) {
+    for (auto& [id, endpoint] : endpoints_) {
+      if (endpoint->state != UcxEndpoint::State::kOpen) continue;
+      const auto granted = endpoint->granted.find(name.region);
+      if (granted == endpoint->granted.end() || granted->second.generation != name.generation) continue;
+      endpoint->granted.erase(granted);
+      post(*endpoint, {.kind = UcxFrameKind::kRetire, .region = name.region, .generation = name.generation});
+    }
+  }
+}
+
+// ---- reading ----
+
+void UcxTransport::settle(EndpointId endpoint, ReadToken token, std::uint64_t bytes, Status status) {
+  settled_.push_back({.endpoint = endpoint, .token = token, .bytes = bytes, .status = std::move(status)});
+}
+
+void UcxTransport::read(EndpointId id, const RemoteRef& remote, std::byte* local, ReadToken token) {
+  UcxEndpoint* const endpoint = find_open(id);
+  if (endpoint == nullptr) return settle(0, token, 0, gone(id));
+  ++endpoint->reads;
+  Result<std::shared_ptr<const UcxRemoteRegion>> region = endpoint->regions.find(remote);
+  if (!region.ok() || remote.bytes == 0) return settle(id, token, 0, region.status());
+  const std::uint64_t number = ++last_read_;
+  Read& read = reads_[number];
+  read.endpoint = id;
+  read.token = token;
+  read.offset = remote.offset;
+  read.bytes = remote.bytes;
+  read.local = local;
+  read.region = std::move(region).value();
+  if (read.region->key() != nullptr) {
+    endpoint->fetching.push_back(number);
+    pump_gets(*endpoint);
+  } else {
+    post(*endpoint, {.kind = UcxFrameKind::kRead,
+                     .region = remote.region,
+                     .generation = remote.generation,
+                     .read = number,
+                     .offset = remote.offset,
+                     .bytes = remote.bytes});
+  }
+}
+
+Result<Transport::Mapping> UcxTransport::map(EndpointId, const RemoteRef&) {
+  return Status(StatusCode::kUnimplemented,
+                fmt::format("the {} transport maps no memory: it lies on another host", name()),
+                {.reason = Reason::kBadArgument, .fault = Fault::kLibrary});
+}
+
+void UcxTransport::settle_if_over(std::uint64_t number, Read& read) {
+  if (read.operations > 0 || (read.failed.ok() && read.landed < read.bytes)) return;
+  settle(read.endpoint, read.token, read.bytes, std::move(read.failed));
+  reads_.erase(number);
+}
+
+void UcxTransport::pump_all() {
+  for (const EndpointId id : std::exchange(to_pump_, {})) {
+    if (UcxEndpoint* const endpoint = find_open(id); endpoint != nullptr) {
+      pump_serves(*endpoint);
+      pump_gets(*endpoint);
+    }
+  }
+}
+
+void UcxTransport::pump_gets(UcxEndpoint& endpoint) {
+  while (endpoint.gets < options_.fragments_in_flight && !endpoint.fetching.empty()) {
+    const auto found = reads_.find(endpoint.fetching.front());
+    if (found == reads_.end() || !found->second.failed.ok() || found->second.asked == found->second.bytes) {
+      endpoint.fetching.pop_front();
+      continue;
+    }
+    Read& read = found->second;
+    UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kGet);
+    operation->read = found->first;
+    operation->bytes = std::min(options_.fragment_bytes, read.bytes - read.asked);
+    operation->region = read.region;
+    const std::uint64_t at = read.asked;
+    read.asked += operation->bytes;
+    ++read.operations;
+    ++endpoint.gets;
+    const ucp_request_param_t param = param_of(operation);
+    answered(operation,
+             ucx_.ucp_get_nbx(endpoint.handle, read.local + at, static_cast<std::size_t>(operation->bytes),
+                              read.region->address() + read.offset + at, read.region->key(), &param));
+  }
+}
+
+void UcxTransport::pump_serves(UcxEndpoint& endpoint) {
+  while (endpoint.fragments < options_.fragments_in_flight && !endpoint.serving.empty()) {
+    UcxServe& serve = endpoint.serving.front();
+    UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kFragment);
+    operation->read = serve.read;
+    operation->bytes = std::min(options_.fragment_bytes, serve.bytes - serve.sent);
+    operation->block = serve.block;
+    operation->header = header_of(0, encode(UcxFrame{.kind = UcxFrameKind::kData,
+                                                     .token = options_.token,
+                                                     .incarnation = options_.incarnation,
+                                                     .read = serve.read,
+                                                     .offset = serve.sent,
+                                                     .bytes = operation->bytes}));
+    const std::byte* const from = serve.block->data() + serve.offset + serve.sent;
+    ucp_request_param_t param = param_of(operation);
+    param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_MEMH;
+    param.memh = serve.block->handle();
+    param.flags = UCP_AM_SEND_FLAG_REPLY |
+                  (operation->bytes <= kEagerReadBytes ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV);
+    ++endpoint.fragments;
+    serve.sent += operation->bytes;
+    if (serve.sent == serve.bytes) endpoint.serving.pop_front();
+    answered(operation,
+             ucx_.ucp_am_send_nbx(endpoint.handle, kActiveMessage, operation->header.data(), kUcxHeaderBytes,
+                                  from, static_cast<std::size_t>(operation->bytes), &param));
+  }
+}
+
+// ---- what arrives ----
+
+void UcxTransport::on_connection(ucp_conn_request_h request, void* self) {
+  static_cast<UcxTransport*>(self)->take_connection(request);
+}
+
+void UcxTransport::take_connection(ucp_conn_request_h request) {
+  const auto unproven = std::count_if(endpoints_.begin(), endpoints_.end(), [](const auto& entry) {
+    return entry.second->accepted && entry.second->incarnation == 0;
+  });
+  if (static_cast<std::size_t>(unproven) >= kMaxUnproven) {
+    ucx_.ucp_listener_reject(listener_, request);
+    return;
+  }
+  ucp_conn_request_attr_t attributes{};
+  attributes.field_mask = UCP_CONN_REQUEST_ATTR_FIELD_CLIENT_ADDR;
+  std::string peer = "a peer";
+  if (ucx_.ucp_conn_request_query(request, &attributes) == UCS_OK)
+    peer = address_of(attributes.client_address).to_string();
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_CONN_REQUEST;
+  params.conn_request = request;
+  Result<UcxEndpoint*> endpoint = add(std::move(peer), /*accepted=*/true, params);
+  if (!endpoint.ok()) {
+    log_warn("{}: {}", options_.self_name, endpoint.status().message());
+    return;
+  }
+  (*endpoint)->deadline_ns = clock_.now_ns() + options_.hello_timeout_ns;
+  post_hello(**endpoint);
+  accepted_.push_back((*endpoint)->id);
+}
+
+void UcxTransport::on_error(void* self, ucp_ep_h handle, ucs_status_t status) {
+  auto& transport = *static_cast<UcxTransport*>(self);
+  const auto found = transport.by_handle_.find(handle);
+  if (found == transport.by_handle_.end()) return;
+  UcxEndpoint* const endpoint = transport.find(found->second);
+  if (endpoint == nullptr) return;
+  const bool proven = endpoint->incarnation != 0;
+  transport.note_failure(
+      endpoint->id,
+      ucx_error(transport.ucx_, status,
+                proven || endpoint->accepted ? fmt::format("the connection to {} was lost", endpoint->peer)
+                                             : fmt::format("nothing of ours answers at {}", endpoint->peer),
+                endpoint->peer));
+}
+
+void UcxTransport::note_failure(EndpointId endpoint, Status why) {
+  failures_.emplace_back(endpoint, std::move(why));
+}
+
+ucs_status_t UcxTransport::on_active_message(void* self, const void* header, std::size_t header_length,
+                                             void* data, std::size_t length,
+                                             const ucp_am_recv_param_t* param) {
+  return static_cast<UcxTransport*>(self)->take_active_message(header, header_length, data, length, *param);
+}
+
+ucs_status_t UcxTransport::take_active_message(const void* header, std::size_t header_length, void* data,
+                                               std::size_t length, const ucp_am_recv_param_t& param) {
+  if ((param.recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP) == 0) return UCS_OK;
+  const auto found = by_handle_.find(param.reply_ep);
+  UcxEndpoint* const endpoint = found == by_handle_.end() ? nullptr : find(found->second);
+  if (endpoint == nullptr || endpoint->state == UcxEndpoint::State::kEnding) return UCS_OK;
+  const bool rendezvous = (param.recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
+  if (header_length != kUcxHeaderBytes) {
+    note_failure(endpoint->id, corrupt(endpoint->peer, fmt::format("sent a header of {} bytes, not {}",
+                                                                   header_length, kUcxHeaderBytes)));
+    return UCS_OK;
+  }
+  UcxIncoming incoming;
+  incoming.endpoint = endpoint->id;
+  std::memcpy(&incoming.order, header, sizeof incoming.order);
+  std::memcpy(incoming.header.data(), static_cast<const std::byte*>(header) + sizeof incoming.order,
+              kHotHeaderBytes);
+  if (is_ucx_frame(incoming.header.data())) {
+    const Result<UcxFrame> frame = decode_ucx_frame(incoming.header.data(), incoming.header.size());
+    if (!frame.ok()) {
+      note_failure(endpoint->id, frame.status().with_context(endpoint->peer));
+      return UCS_OK;
+    }
+    if (frame->kind == UcxFrameKind::kData) return take_data(*endpoint, *frame, data, length, rendezvous);
+    if (length > kMaxUcxFrameDataBytes) {
+      note_failure(endpoint->id,
+                   corrupt(endpoint->peer, fmt::format("sent a frame with {} bytes of data", length)));
+      return UCS_OK;
+    }
+  }
+  if (rendezvous || length > kMaxHotPayloadBytes) {
+    note_failure(
+        endpoint->id,
+        corrupt(endpoint->peer, fmt::format("sent a message with {} bytes, above the limit of {}, or not at "
+                                            "once",
+                                            length, kMaxHotPayloadBytes)));
+    return UCS_OK;
+  }
+  const auto* const bytes = static_cast<const std::byte*>(data);
+  incoming.data.assign(bytes, bytes + length);
+  inbox_.push_back(std::move(incoming));
+  return UCS_OK;
+}
+
+ucs_status_t UcxTransport::take_data(UcxEndpoint& endpoint, const UcxFrame& frame, void* data,
+                                     std::size_t length, bool rendezvous) {
+  Status allowed = endpoint.incarnation == 0 ? corrupt(endpoint.peer, "sent data before it said hello")
+                                             : check_sender(endpoint, frame.token, frame.incarnation);
+  if (!allowed.ok()) {
+    note_failure(endpoint.id, std::move(allowed));
+    return UCS_OK;
+  }
+  const auto found = reads_.find(frame.read);
+  if (found == reads_.end() || !found->second.failed.ok())
+    return UCS_OK;  // given up meanwhile; UCX tells the sender
+  Read& read = found->second;
+  if (read.endpoint != endpoint.id || frame.bytes != length || frame.offset > read.bytes ||
+      length > read.bytes - frame.offset || length > read.bytes - read.asked) {
+    note_failure(endpoint.id,
+                 corrupt(endpoint.peer,
+                         fmt::format("sent {} bytes at offset {} of a read of {} bytes, of which {} are "
+                                     "there",
+                                     length, frame.offset, read.bytes, read.asked)));
+    return UCS_OK;
+  }
+  read.asked += length;
+  if (!rendezvous) {
+    std::memcpy(read.local + frame.offset, data, length);
+    read.landed += length;
+    settle_if_over(found->first, read);
+    return UCS_OK;
+  }
+  UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kReceive);
+  operation->read = found->first;
+  operation->bytes = length;
+  ++read.operations;
+  const ucp_request_param_t param = param_of(operation);
+  answered(operation, ucx_.ucp_am_recv_data_nbx(worker_, data, read.local + frame.offset, length, &param));
+  return UCS_INPROGRESS;
+}
+
+Status UcxTransport::check_sender(const UcxEndpoint& endpoint, FleetToken token,
+                                  Incarnation incarnation) const {
+  const auto refused = [&](std::string_view problem) {
+    return Status(StatusCode::kUnauthenticated, fmt::format("{} {}", endpoint.peer, problem),
+                  {.reason = Reason::kBadToken, .fault = Fault::kPeer, .peer = endpoint.peer});
+  };
+  if (token != options_.token) return refused("belongs to another fleet: its token is not ours");
+  if (endpoint.incarnation != 0 && endpoint.incarnation != incarnation) {
+    return refused("changed its incarnation on one connection");
+  }
+  return {};
+}
+
+void UcxTransport::take_in_order(UcxIncoming incoming, TransportSink& sink) {
+  UcxEndpoint* endpoint = find(incoming.endpoint);
+  if (endpoint == nullptr || endpoint->state == UcxEndpoint::State::kEnding) return;
+  if (incoming.order != endpoint->next_in) {
+    endpoint->early_bytes += kUcxHeaderBytes + incoming.data.size();
+    const bool again = incoming.order < endpoint->next_in || endpoint->early.contains(incoming.order);
+    if (again || endpoint->early_bytes > kMaxEarlyBytes) {
+      refuse(*endpoint, corrupt(endpoint->peer, fmt::format("sent message {} when message {} was next",
+                                                            incoming.order, endpoint->next_in)));
+      return;
+    }
+    endpoint->early.emplace(incoming.order, std::move(incoming));
+    return;
+  }
+  const EndpointId id = endpoint->id;
+  for (;;) {
+    ++endpoint->next_in;
+    Status taken = take(*endpoint, incoming, sink);
+    // A callback may have closed it meanwhile.
+    endpoint = find(id);
+    if (endpoint == nullptr || endpoint->state == UcxEndpoint::State::kEnding) return;
+    if (!taken.ok()) {
+      if (endpoint->state == UcxEndpoint::State::kOpen) refuse(*endpoint, taken);
+      return;
+    }
+    const auto next = endpoint->early.find(endpoint->next_in);
+    if (next == endpoint->early.end()) return;
+    incoming = std::move(next->second);
+    endpoint->early_bytes -= kUcxHeaderBytes + incoming.data.size();
+    endpoint->early.erase(next);
+  }
+}
+
+Status UcxTransport::take(UcxEndpoint& endpoint, const UcxIncoming& incoming, TransportSink& sink) {
+  const bool open = endpoint.state == UcxEndpoint::State::kOpen;
+  if (is_ucx_frame(incoming.header.data())) {
+    SHARDPULL_ASSIGN_OR_RETURN(const UcxFrame frame,
+                               decode_ucx_frame(incoming.header.data(), incoming.header.size()));
+    SHARDPULL_RETURN_IF_ERROR(check_sender(endpoint, frame.token, frame.incarnation));
+    if ((frame.kind == UcxFrameKind::kHello) != (endpoint.incarnation == 0)) {
+      return corrupt(endpoint.peer,
+                     endpoint.incarnation == 0 ? "sent a frame before it said hello" : "said hello twice");
+    }
+    if (frame.kind == UcxFrameKind::kBye) {
+      end(endpoint, Status(StatusCode::kUnavailable, fmt::format("{} closed the connection", endpoint.peer),
+                           {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = endpoint.peer}));
+      return {};
+    }
+    if (frame.kind == UcxFrameKind::kHello) return take_hello(endpoint, frame, incoming.data);
+    if (!open) return {};
+    switch (frame.kind) {
+      case UcxFrameKind::kGrant:
+        return take_grant(endpoint, frame, incoming.data);
+      case UcxFrameKind::kRetire:
+        return endpoint.regions.retire(frame.region, frame.generation);
+      case UcxFrameKind::kRead:
+        return take_read(endpoint, frame);
+      case UcxFrameKind::kRefused:
+        return take_refused(endpoint, frame, incoming.data);
+      default:
+        return {};
+    }
+  }
+  SHARDPULL_ASSIGN_OR_RETURN(const HotHeader header,
+                             decode_hot_header(incoming.header.data(), incoming.header.size()));
+  if (endpoint.incarnation == 0) return corrupt(endpoint.peer, "sent a message before it said hello");
+  SHARDPULL_RETURN_IF_ERROR(check_sender(endpoint, header.token, header.incarnation));
+  if (header.length != incoming.data.size()) {
+    return corrupt(endpoint.peer, fmt::format("sent a {} message that announces {} bytes and has {}",
+                                              name_of(header.type), header.length, incoming.data.size()));
+  }
+  if (payload_sum(incoming.data.data(), incoming.data.size()) != header.sum) {
+    return Status(StatusCode::kDataLoss,
+                  fmt::format("the payload of a {} message from {} is not what was sent: its sum differs",
+                              name_of(header.type), endpoint.peer),
+                  {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .peer = endpoint.peer});
+  }
+  if (!open) return {};
+  header_bytes_.fetch_add(kHotHeaderBytes + header.length, std::memory_order_relaxed);
+  messages_.fetch_add(1, std::memory_order_relaxed);
+  sink.on_message(endpoint.id, header, incoming.data.data());
+  return {};
+}
+
+Status UcxTransport::take_hello(UcxEndpoint& endpoint, const UcxFrame& frame,
+                                const std::vector<std::byte>& data) {
+  if (data.empty() || data.size() > kMaxUcxNameBytes) {
+    return corrupt(endpoint.peer, fmt::format("has a name of {} bytes", data.size()));
+  }
+  const std::string_view name(reinterpret_cast<const char*>(data.data()), data.size());
+  endpoint.peer = fmt::format("{} ({})", printable(name), endpoint.peer);
+  endpoint.regions = PeerRegions<UcxRemoteRegion>(endpoint.peer);
+  endpoint.incarnation = frame.incarnation;
+  const bool open = endpoint.state == UcxEndpoint::State::kOpen;
+  endpoint.one_sided =
+      options_.reads == UcxOptions::Reads::kGets ||
+      (options_.reads == UcxOptions::Reads::kAuto && open && has_rdma_lane(ucx_, endpoint.handle));
+  if (open) endpoint.deadline_ns = 0;  // it has proven itself
+  return {};
+}
+
+Status UcxTransport::take_grant(UcxEndpoint& endpoint, const UcxFrame& frame,
+                                const std::vector<std::byte>& data) {
+  std::uint64_t address = 0;
+  if (data.size() <= sizeof address) return corrupt(endpoint.peer, "granted a region without its key");
+  if (!endpoint.one_sided) {
+    return endpoint.regions.grant(frame.region, frame.generation,
+                                  std::make_shared<const UcxRemoteRegion>(ucx_, frame.bytes, 0, nullptr));
+  }
+  std::memcpy(&address, data.data(), sizeof address);
+  if (frame.bytes > std::numeric_limits<std::uint64_t>::max() - address) {
+    return corrupt(endpoint.peer, "granted a region beyond its address space");
+  }
+  ucp_rkey_h key = nullptr;
+  const ucs_status_t status = ucx_.ucp_ep_rkey_unpack(endpoint.handle, data.data() + sizeof address, &key);
+  if (status != UCS_OK) {
+    return endpoint.regions.grant(
+        frame.region, frame.generation,
+        ucx_error(ucx_, status, fmt::format("the key of region {} of {}", frame.region, endpoint.peer),
+                  endpoint.peer));
+  }
+  return endpoint.regions.grant(frame.region, frame.generation,
+                                std::make_shared<const UcxRemoteRegion>(ucx_, frame.bytes, address, key));
+}
+
+Status UcxTransport::take_read(UcxEndpoint& endpoint, const UcxFrame& frame) {
+  const RemoteRef window{
+      .region = frame.region, .generation = frame.generation, .offset = frame.offset, .bytes = frame.bytes};
+  const auto found = endpoint.granted.find(frame.region);
+  std::shared_ptr<const UcxBlock> block;
+  Status allowed;
+  if (found == endpoint.granted.end() || found->second.generation != frame.generation) {
+    allowed = region_errors::stale(options_.self_name, window,
+                                   found == endpoint.granted.end() ? 0 : found->second.generation);
+  } else if (block = found->second.block.lock(); block == nullptr) {
+    allowed = region_errors::freed(options_.self_name, window);
+  } else {
+    allowed = check_window(window, block->bytes());
+  }
+  if (!allowed.ok()) {
+    post(endpoint, {.kind = UcxFrameKind::kRefused, .read = frame.read}, encode(allowed));
+    return {};
+  }
+  if (endpoint.serving.size() >= kMaxServes) {
+    return Status(StatusCode::kResourceExhausted,
+                  fmt::format("{} has {} reads waiting", endpoint.peer, kMaxServes),
+                  {.reason = Reason::kLimit, .fault = Fault::kPeer, .peer = endpoint.peer});
+  }
+  endpoint.serving.push_back(
+      {.read = frame.read, .block = std::move(block), .offset = frame.offset, .bytes = frame.bytes});
+  pump_serves(endpoint);
+  return {};
+}
+
+Status UcxTransport::take_refused(UcxEndpoint& endpoint, const UcxFrame& frame,
+                                  const std::vector<std::byte>& data) {
+  const auto found = reads_.find(frame.read);
+  if (found == reads_.end() || found->second.endpoint != endpoint.id) return {};
+  if (found->second.failed.ok())
+    found->second.failed = decode_status(data.data(), data.size()).with_context(endpoint.peer);
+  settle_if_over(found->first, found->second);
+  return {};
+}
+
+// ---- ends ----
+
+void UcxTransport::close(EndpointId id) {
+  UcxEndpoint* const endpoint = find(id);
+  if (endpoint == nullptr) return;
+  endpoint->report = false;
+  if (endpoint->state != UcxEndpoint::State::kOpen) return;
+  endpoint->serving.clear();
+  post(*endpoint, {.kind = UcxFrameKind::kBye});
+  endpoint->state = UcxEndpoint::State::kLingering;
+  endpoint->deadline_ns = clock_.now_ns() + options_.close_timeout_ns;
+}
+
+void UcxTransport::end(UcxEndpoint& endpoint, Status why) {
+  endpoint.report = endpoint.state == UcxEndpoint::State::kOpen;
+  endpoint.why = std::move(why);
+  endpoint.state = UcxEndpoint::State::kEnding;
+  endpoint.deadline_ns = clock_.now_ns() + kLetGoNs;
+  endpoint.serving.clear();
+  endpoint.fetching.clear();
+  endpoint.early.clear();
+  let_go(endpoint);
+}
+
+void UcxTransport::refuse(UcxEndpoint& endpoint, const Status& why) {
+  if (refused_peers_.size() < kMaxRememberedPeers && refused_peers_.insert(endpoint.peer).second) {
+    log_warn("{}: closed the connection to {}: {}", options_.self_name, endpoint.peer, why.message());
+  }
+  end(endpoint, why);
+}
+
+void UcxTransport::let_go(UcxEndpoint& endpoint) {
+  by_handle_.erase(endpoint.handle);
+  UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kClose);
+  ucp_request_param_t param = param_of(operation);
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+  param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+  answered(operation, ucx_.ucp_ep_close_nbx(std::exchange(endpoint.handle, nullptr), &param));
+}
+
+void UcxTransport::take_failures() {
+  for (auto& [id, why] : std::exchange(failures_, {})) {
+    UcxEndpoint* const endpoint = find(id);
+    if (endpoint == nullptr || endpoint->state == UcxEndpoint::State::kEnding) continue;
+    if (why.info().reason == Reason::kPeerLost) {
+      end(*endpoint, std::move(why));
+    } else {
+      refuse(*endpoint, why);
+    }
+  }
+}
+
+void UcxTransport::step_endings() {
+  const std::int64_t now_ns = clock_.now_ns();
+  for (auto& [id, endpoint] : endpoints_) {
+    if (endpoint->state != UcxEndpoint::State::kEnding) continue;
+    // Until UCX has let go, it may still write to the memory of reads. After its connection is closed nothing
+    // can arrive for them, whether or not UCX says so for each.
+    if (!(endpoint->let_go && endpoint->operations == 0) && now_ns < endpoint->deadline_ns) continue;
+    if (endpoint->reads > 0) {
+      std::vector<std::uint64_t> over;
+      for (const auto& [number, read] : reads_) {
+        if (read.endpoint == id) over.push_back(number);
+      }
+      for (const std::uint64_t number : over) {
+        Read& read = reads_[number];
+        read.operations = 0;
+        if (read.failed.ok()) read.failed = endpoint->why.ok() ? gone(id) : endpoint->why;
+        settle_if_over(number, read);
+      }
+    }
+    closed_.push_back(id);
+  }
+}
+
+void UcxTransport::report_reads(TransportSink& sink) {
+  for (const SettledRead& settled : std::exchange(settled_, {})) {
+    if (settled.status.ok()) payload_bytes_read_.fetch_add(settled.bytes, std::memory_order_relaxed);
+    if (UcxEndpoint* const endpoint = find(settled.endpoint); endpoint != nullptr) --endpoint->reads;
+    report_read(sink, settled.token, settled.status);
+  }
+}
+
+void UcxTransport::report_closed(TransportSink& sink) {
+  for (const EndpointId id : std::exchange(closed_, {})) {
+    const auto found = endpoints_.find(id);
+    if (found == endpoints_.end() || found->second->reads > 0) continue;  // the next round
+    const std::unique_ptr<UcxEndpoint> endpoint = std::move(found->second);
+    endpoints_.erase(found);
+    open_endpoints_.fetch_sub(1, std::memory_order_relaxed);
+    if (endpoint->report) sink.on_closed(id, endpoint->why);
+  }
+}
+
+void UcxTransport::run_timers() {
+  const std::int64_t now_ns = clock_.now_ns();
+  for (auto& [id, endpoint] : endpoints_) {
+    if (endpoint->deadline_ns == 0 || now_ns < endpoint->deadline_ns) continue;
+    if (endpoint->state == UcxEndpoint::State::kLingering) {
+      end(*endpoint, {});
+    } else if (endpoint->state == UcxEndpoint::State::kOpen && endpoint->accepted) {
+      refuse(*endpoint, Status(StatusCode::kDeadlineExceeded,
+                               fmt::format("{} connected and sent no message", endpoint->peer),
+                               {.reason = Reason::kBadToken, .fault = Fault::kPeer, .peer = endpoint->peer}));
+    } else if (endpoint->state == UcxEndpoint::State::kOpen) {
+      end(*endpoint,
+          Status(StatusCode::kDeadlineExceeded,
+                 fmt::format("no hello from {} in time: nothing of ours listens there, or the way is blocked",
+                             endpoint->peer),
+                 {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = endpoint->peer}));
+    }
+  }
+}
+
+// ---- progress ----
+
+void UcxTransport::drive() {
+  for (int i = 0; i < kRoundsPerProgress; ++i) {
+    const unsigned count = ucx_.ucp_worker_progress(worker_);
+    if (!to_pump_.empty()) {
+      pump_all();
+    } else if (count == 0) {
+      return;
+    }
+  }
+}
+
+std::int64_t UcxTransport::next_timer_ns() const {
+  std::int64_t next = kNever;
+  for (const auto& [id, endpoint] : endpoints_) {
+    if (endpoint->deadline_ns != 0) next = std::min(next, endpoint->deadline_ns);
+  }
+  return next;
+}
+
+Status UcxTransport::wait(std::int64_t timeout_ns) {
+  const ucs_status_t armed = ucx_.ucp_worker_arm(worker_);
+  if (armed == UCS_ERR_BUSY) return {};  // something came meanwhile
+  if (armed != UCS_OK) return ucx_error(ucx_, armed, "UCX cannot wait");
+  std::int64_t wait_ns = std::max<std::int64_t>(0, timeout_ns);
+  if (const std::int64_t timer_ns = next_timer_ns(); timer_ns != kNever) {
+    wait_ns = std::min(wait_ns, std::max<std::int64_t>(0, timer_ns - clock_.now_ns()));
+  }
+  std::array<pollfd, 2> events{{{.fd = event_fd_, .events = POLLIN, .revents = 0},
+                                {.fd = context_->wake_fd.get(), .events = POLLIN, .revents = 0}}};
+  const timespec limit{.tv_sec = wait_ns / kNanosPerSecond, .tv_nsec = wait_ns % kNanosPerSecond};
+  if (ppoll(events.data(), events.size(), &limit, nullptr) < 0 && errno != EINTR) {
+    return Status(StatusCode::kInternal, fmt::format("poll: {}", std::strerror(errno)),
+                  {.reason = Reason::kHost, .fault = Fault::kHost});
+  }
+  if (events[1].revents != 0) {
+    std::uint64_t ignored = 0;
+    [[maybe_unused]] const ssize_t got = ::read(context_->wake_fd.get(), &ignored, sizeof ignored);
+  }
+  return {};
+}
+
+Status UcxTransport::progress(std::int64_t timeout_ns, TransportSink& sink) {
+  drive();
+  if (!work_waits()) {
+    SHARDPULL_RETURN_IF_ERROR(wait(timeout_ns));
+    drive();
+  }
+  for (const EndpointId id : std::exchange(accepted_, {})) {
+    if (find_open(id) != nullptr) sink.on_accepted(id);
+  }
+  for (UcxIncoming& incoming : std::exchange(inbox_, {})) take_in_order(std::move(incoming), sink);
+  take_failures();
+  retire_freed_regions();
+  step_endings();
+  report_reads(sink);
+  report_closed(sink);
+  run_timers();
+  return {};
+}
+
+TransportCounters UcxTransport::counters() const {
+  TransportCounters out;
+  out.payload_bytes_read = payload_bytes_read_.load(std::memory_order_relaxed);
+  out.header_bytes = header_bytes_.load(std::memory_order_relaxed);
+  out.messages = messages_.load(std::memory_order_relaxed);
+  out.endpoints = open_endpoints_.load(std::memory_order_relaxed);
+  out.regions = context_->regions.live_regions();
+  out.region_bytes = context_->regions.live_bytes();
+  return out;
+}
+
+// ---- making ----
+
+namespace {
+
+// The interface that has `address`.
+Result<std::string> interface_of(const SocketAddress& address) {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0)
+    return host_error(fmt::format("no list of network interfaces: {}", std::strerror(errno)));
+  std::string found;
+  for (const ifaddrs* one = list; one != nullptr; one = one->ifa_next) {
+    if (one->ifa_addr == nullptr || one->ifa_addr->sa_family != address.family()) continue;
+    sockaddr_storage storage{};
+    std::memcpy(&storage, one->ifa_addr,
+                address.family() == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in));
+    if (address_of(storage).host() == address.host()) {
+      found = one->ifa_name;
+      break;
+    }
+  }
+  freeifaddrs(list);
+  if (!found.empty()) return found;
+  // All of 127.0.0.0/8 is loopback's.
+  if (address.loopback()) return std::string("lo");
+  return host_error(
+      fmt::format("no network interface of this host has the address {}: give one of its own (--interface)",
+                  address.host()));
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Transport>> make_ucx_transport(UcxOptions options) {
+  if (options.token == 0 || options.incarnation == 0) {
+    return bad_argument("the ucx transport needs a fleet token and an incarnation");
+  }
+  if (options.self_name.empty() || options.self_name.size() > kMaxUcxNameBytes) {
+    return bad_argument(fmt::format("the ucx transport needs a name of 1 to {} bytes", kMaxUcxNameBytes));
+  }
+  if (options.fragment_bytes == 0 || options.fragments_in_flight == 0) {
+    return bad_argument("reads need fragments of at least a byte, at least one at a time");
+  }
+  SHARDPULL_ASSIGN_OR_RETURN(const std::vector<SocketAddress> addresses,
+                             resolve({.host = options.host, .port = options.port}));
+  const SocketAddress own = addresses.front();
+  if (own.host() == "0.0.0.0" || own.host() == "::") {
+    return bad_argument(fmt::format(
+        "peers cannot reach {}: give the address of this process's host (--interface)", own.host()));
+  }
+  std::string interface = options.interface;
+  if (interface.empty() && (options.transports == "tcp" || own.loopback())) {
+    SHARDPULL_ASSIGN_OR_RETURN(interface, interface_of(own));
+  }
+  SHARDPULL_ASSIGN_OR_RETURN(const UcxLibrary* const ucx, load_ucx());
+
+  ucp_config_t* config = nullptr;
+  ucs_status_t status = ucx->ucp_config_read(nullptr, nullptr, &config);
+  if (status != UCS_OK) return ucx_error(*ucx, status, "UCX cannot read its configuration");
+  const auto set = [&](const char* name, const std::string& value) {
+    if (status == UCS_OK && !value.empty()) status = ucx->ucp_config_modify(config, name, value.c_str());
+  };
+  set("TLS", options.transports);
+  set("NET_DEVICES", interface);
+  if (options.transports == "tcp") set("SOCKADDR_TLS_PRIORITY", "tcp");
+  if (status != UCS_OK) {
+    ucx->ucp_config_release(config);
+    return ucx_error(*ucx, status,
+                     fmt::format("UCX does not take transports \"{}\" and interface \"{}\"",
+                                 options.transports, interface));
+  }
+  ucp_params_t params{};
+  params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_MT_WORKERS_SHARED;
+  params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
+  // Over TCP UCX would serve gets and puts to any address by messages. Nobody needs that; and an owner is ended by
+  // an assertion when a reader dies with such gets under way.
+  if (options.transports != "tcp" || options.reads == UcxOptions::Reads::kGets) params.features |= UCP_FEATURE_RMA;
+  params.mt_workers_shared = 1;  // memory is registered from any thread
+  ucp_context_h handle = nullptr;
+  status = ucx->ucp_init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &handle);
+  ucx->ucp_config_release(config);
+  if (status != UCS_OK) {
+    return ucx_error(*ucx, status,
+                     fmt::format("{} finds no usable network with transports \"{}\" and interface \"{}\"",
+                                 ucx->description, options.transports, interface));
+  }
+  auto context = std::make_shared<UcxContext>(*ucx, handle);
+  context->wake_fd = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!context->wake_fd)
+    return host_error(fmt::format("the ucx transport cannot be woken: {}", std::strerror(errno)));
+  auto transport = std::make_unique<UcxTransport>(std::move(options), own, std::move(context));
+  SHARDPULL_RETURN_IF_ERROR(transport->start());
+  return std::unique_ptr<Transport>(std::move(transport));
+}
+
+Result<std::string> describe_ucx() {
+  SHARDPULL_ASSIGN_OR_RETURN(const UcxLibrary* const ucx, load_ucx());
+  return ucx->description;
+}
+
+}  // namespace shardpull
