@@ -11,12 +11,15 @@ constexpr ReadToken kPartToken = ReadToken{1} << 63;
 
 }  // namespace
 
-Result<std::shared_ptr<ExportedMemory>> Transport::adopt(const std::byte*, std::uint64_t bytes, std::string_view what) {
-  return Status(StatusCode::kUnimplemented,
-                fmt::format("the {} transport lets peers read only memory that it allocated, not the {} bytes of {}: allocate "
-                            "them with Trainer::allocate, or let them be packed",
-                            name(), bytes, what),
-                {.reason = Reason::kBadArgument, .fault = Fault::kUser});
+Result<std::shared_ptr<ExportedMemory>> Transport::adopt(const std::byte*, std::uint64_t bytes,
+                                                         std::string_view what) {
+  return Status(
+      StatusCode::kUnimplemented,
+      fmt::format(
+          "the {} transport lets peers read only memory that it allocated, not the {} bytes of {}: allocate "
+          "them with Trainer::allocate, or let them be packed",
+          name(), bytes, what),
+      {.reason = Reason::kBadArgument, .fault = Fault::kUser});
 }
 
 void Transport::read_parts(EndpointId endpoint, std::vector<ReadPart> parts, ReadToken token) {

@@ -1,6 +1,6 @@
 // Transport: the hot channel of one process: endpoints that carry hot messages, memory that peers can reach,
-// and the one-sided reads and mappings of it. Backends: shm/ (same host, memfd mappings), cma/ (same host, reads
-// across processes), sim/ (the simulator). docs/ARCHITECTURE.md.
+// and the one-sided reads and mappings of it. Backends: shm/ (same host, memfd mappings), cma/ (same host,
+// reads across processes), sim/ (the simulator). docs/ARCHITECTURE.md.
 //
 // Threads: confined to the process's progress thread, except where a method says thread-safe.
 #pragma once
@@ -21,7 +21,7 @@
 namespace shardpull {
 
 using EndpointId = std::uint32_t;  // never reused in a transport's life; 0 is none
-using ReadToken = std::uint64_t;     // the caller's, below 2^63
+using ReadToken = std::uint64_t;   // the caller's, below 2^63
 
 // One window of a vectored read, and where it goes: `remote.bytes` bytes at `local`.
 struct ReadPart {
@@ -74,12 +74,12 @@ class Transport {
   // `what`.
   virtual Result<std::shared_ptr<ExportedMemory>> allocate(std::uint64_t bytes, std::string_view what) = 0;
 
-  // Lets peers reach memory that this transport did not allocate: [data, data + bytes), readable, of this process. It is
-  // not written and not owned: the caller keeps it in place until the last owner of the result has let go, and does so
-  // before the memory ends. From then on no read of it succeeds. The same extent adopted again while it is alive is the
-  // same object; another extent at the same address is another region or generation. `what` names it in errors.
-  // Thread-safe. UNIMPLEMENTED when the backend can only reach what it allocated; an error names the first bytes that
-  // cannot be read.
+  // Lets peers reach memory that this transport did not allocate: [data, data + bytes), readable, of this
+  // process. It is not written and not owned: the caller keeps it in place until the last owner of the result
+  // has let go, and does so before the memory ends. From then on no read of it succeeds. The same extent
+  // adopted again while it is alive is the same object; another extent at the same address is another region
+  // or generation. `what` names it in errors. Thread-safe. UNIMPLEMENTED when the backend can only reach what
+  // it allocated; an error names the first bytes that cannot be read.
   virtual Result<std::shared_ptr<ExportedMemory>> adopt(const std::byte* data, std::uint64_t bytes,
                                                         std::string_view what);
 
@@ -101,9 +101,10 @@ class Transport {
   // must stay valid until then. Checked against what was granted: unknown region, stale generation and
   // out-of-range windows fail by name.
   virtual void read(EndpointId endpoint, const RemoteRef& remote, std::byte* local, ReadToken token) = 0;
-  // The same for one or more windows at once, with one on_read_done for all of them, which has the first error. A
-  // backend with vectored reads refuses them all when one may not be read, and brings parts that follow one another on
-  // both sides as one. After an error the destinations are undefined. Done by read() unless a backend knows better.
+  // The same for one or more windows at once, with one on_read_done for all of them, which has the first
+  // error. A backend with vectored reads refuses them all when one may not be read, and brings parts that
+  // follow one another on both sides as one. After an error the destinations are undefined. Done by read()
+  // unless a backend knows better.
   virtual void read_parts(EndpointId endpoint, std::vector<ReadPart> parts, ReadToken token);
   // The first byte of a window of the peer's memory, readable in place while the endpoint (or the returned
   // owner) lives.
@@ -131,7 +132,8 @@ class Transport {
     std::size_t left = 0;  // parts
     Status status;
   };
-  std::unordered_map<ReadToken, std::shared_ptr<PartialRead>> part_reads_;  // by the part's token, 2^63 or above
+  std::unordered_map<ReadToken, std::shared_ptr<PartialRead>>
+      part_reads_;  // by the part's token, 2^63 or above
   ReadToken last_part_ = 0;
 };
 

@@ -11,7 +11,6 @@
 
 #include "base/host_memory.h"
 #include "transport/shm/shared_memory.h"
-#include "transport/shm/shm_frame.h"
 
 namespace shardpull {
 namespace {
@@ -76,7 +75,8 @@ TEST(PeerRegions, TellsApartWhyThereIsNoWindow) {
 
   const Status unknown = regions.find({.region = 5, .generation = 1, .offset = 0, .bytes = 1}).status();
   EXPECT_EQ(unknown.code(), StatusCode::kNotFound);
-  EXPECT_NE(unknown.message().find("trainer 1 never granted region 5"), std::string::npos) << unknown.message();
+  EXPECT_NE(unknown.message().find("trainer 1 never granted region 5"), std::string::npos)
+      << unknown.message();
 
   const Status stale = regions.find({.region = 4, .generation = 1, .offset = 0, .bytes = 1}).status();
   EXPECT_EQ(stale.code(), StatusCode::kFailedPrecondition);
@@ -115,7 +115,8 @@ TEST(PeerRegions, RemembersWhyARegionIsNotMapped) {
   EXPECT_EQ(regions.held_bytes(), 0u);
 }
 
-// Goal: both mappings are the same zero-filled pages, the peer's cannot be written, and the file's size cannot change.
+// Goal: both mappings are the same zero-filled pages, the peer's cannot be written, and the file's size
+// cannot change.
 TEST(SharedMemory, IsOneSetOfPagesSealed) {
   for (const std::uint64_t bytes : {std::uint64_t{1}, std::uint64_t{4097}, std::uint64_t{5} << 20}) {
     const auto own = SharedSegment::create(bytes, "a test");
@@ -177,27 +178,6 @@ TEST(SharedMemory, RefusesMoreThanTheHostHas) {
   }
   EXPECT_EQ(SharedSegment::create(0, "nothing").status().code(), StatusCode::kInvalidArgument);
   EXPECT_GT(available_memory_bytes(), 0u);
-}
-
-// Goal: the backend's own frames are as strict as the hot header.
-TEST(ShmFrame, RoundTripsAndRefusesWhatIsNotOurs) {
-  const ShmFrame frame{.kind = ShmFrameKind::kGrant, .token = 5, .incarnation = 6, .region = 7, .generation = 8, .bytes = 9};
-  const auto bytes = encode(frame);
-  const Result<ShmFrame> out = decode_shm_frame(bytes.data(), bytes.size());
-  ASSERT_TRUE(out.ok()) << out.status().to_string();
-  EXPECT_EQ(out->kind, frame.kind);
-  EXPECT_EQ(out->token, 5u);
-  EXPECT_EQ(out->incarnation, 6u);
-  EXPECT_EQ(out->region, 7u);
-  EXPECT_EQ(out->generation, 8u);
-  EXPECT_EQ(out->bytes, 9u);
-  for (std::size_t size = 0; size < bytes.size(); ++size) EXPECT_FALSE(decode_shm_frame(bytes.data(), size).ok());
-  // Every byte that has only one legal value.
-  for (const std::size_t offset : {0, 1, 2, 3, 4, 5, 6, 7, 40, 63}) {
-    auto changed = bytes;
-    changed[offset] ^= std::byte{0x40};
-    EXPECT_FALSE(decode_shm_frame(changed.data(), changed.size()).ok()) << offset;
-  }
 }
 
 }  // namespace

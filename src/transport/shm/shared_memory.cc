@@ -42,7 +42,8 @@ int prefault(std::byte* data, std::uint64_t bytes, bool writable) {
 }
 
 Status corrupt_grant(std::string message) {
-  return Status(StatusCode::kDataLoss, std::move(message), {.reason = Reason::kCorrupt, .fault = Fault::kPeer});
+  return Status(StatusCode::kDataLoss, std::move(message),
+                {.reason = Reason::kCorrupt, .fault = Fault::kPeer});
 }
 
 }  // namespace
@@ -76,7 +77,8 @@ PageMapping PageMapping::map(int fd, std::uint64_t bytes, bool writable) {
     out.mapped_bytes_ = *rounded;
     return out;
   }
-  // A huge page maps only where address and file offset agree modulo its size: reserve more and map over the aligned part.
+  // A huge page maps only where address and file offset agree modulo its size: reserve more and map over the
+  // aligned part.
   void* const area = mmap(nullptr, *reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (area == MAP_FAILED) return out;
   const auto start = reinterpret_cast<std::uintptr_t>(area);
@@ -97,15 +99,16 @@ PageMapping PageMapping::map(int fd, std::uint64_t bytes, bool writable) {
   return out;
 }
 
-Result<std::shared_ptr<const SharedSegment>> SharedSegment::create(std::uint64_t bytes, std::string_view what) {
+Result<std::shared_ptr<const SharedSegment>> SharedSegment::create(std::uint64_t bytes,
+                                                                   std::string_view what) {
   if (bytes == 0) {
     return Status(StatusCode::kInvalidArgument, fmt::format("shared memory for {} of 0 bytes", what),
                   {.reason = Reason::kBadArgument, .fault = Fault::kLibrary});
   }
   const auto failed = [&](std::string_view problem) {
     return Status(StatusCode::kResourceExhausted,
-                  fmt::format("cannot allocate {} ({} bytes) of shared memory for {}: {}", format_bytes(bytes), bytes, what,
-                              problem),
+                  fmt::format("cannot allocate {} ({} bytes) of shared memory for {}: {}",
+                              format_bytes(bytes), bytes, what, problem),
                   {.reason = Reason::kNoMemory, .fault = Fault::kHost});
   };
   const auto rounded = checked_align_up<std::uint64_t>(bytes, page_bytes());
@@ -154,23 +157,28 @@ Result<std::shared_ptr<const SharedSegment>> SharedSegment::create(std::uint64_t
 Result<std::shared_ptr<const PeerSegment>> PeerSegment::map(UniqueFd fd, std::uint64_t bytes) {
   const int seals = fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0) return corrupt_grant("the descriptor of a granted region is not a memory file");
-  if ((seals & F_SEAL_SHRINK) == 0) return corrupt_grant("a granted region is not sealed: it could shrink under its readers");
-  struct stat info {};
-  if (fstat(fd.get(), &info) != 0 || info.st_size < 0 || static_cast<std::uint64_t>(info.st_size) < bytes || bytes == 0) {
-    return corrupt_grant(fmt::format("a granted region claims {} bytes, its file has {}", bytes, info.st_size));
+  if ((seals & F_SEAL_SHRINK) == 0)
+    return corrupt_grant("a granted region is not sealed: it could shrink under its readers");
+  struct stat info{};
+  if (fstat(fd.get(), &info) != 0 || info.st_size < 0 || static_cast<std::uint64_t>(info.st_size) < bytes ||
+      bytes == 0) {
+    return corrupt_grant(
+        fmt::format("a granted region claims {} bytes, its file has {}", bytes, info.st_size));
   }
   const auto failed = [&](int error) {
-    return Status(StatusCode::kResourceExhausted,
-                  fmt::format("cannot map {} of a peer's memory: {}{}", format_bytes(bytes), std::strerror(error),
-                              error == ENOMEM ? " (address space, or vm.max_map_count)" : ""),
-                  {.reason = Reason::kNoMemory, .fault = Fault::kHost});
+    return Status(
+        StatusCode::kResourceExhausted,
+        fmt::format("cannot map {} of a peer's memory: {}{}", format_bytes(bytes), std::strerror(error),
+                    error == ENOMEM ? " (address space, or vm.max_map_count)" : ""),
+        {.reason = Reason::kNoMemory, .fault = Fault::kHost});
   };
   auto segment = std::make_shared<PeerSegment>();
   segment->bytes_ = bytes;
   segment->mapping_ = PageMapping::map(fd.get(), bytes, /*writable=*/false);
   if (segment->mapping_.data() == nullptr) return failed(errno);
   const auto rounded = *checked_align_up<std::uint64_t>(bytes, page_bytes());
-  if (const int error = prefault(segment->mapping_.data(), rounded, /*writable=*/false); error != 0) return failed(error);
+  if (const int error = prefault(segment->mapping_.data(), rounded, /*writable=*/false); error != 0)
+    return failed(error);
   return std::shared_ptr<const PeerSegment>(std::move(segment));
 }
 

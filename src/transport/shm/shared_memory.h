@@ -1,9 +1,9 @@
 // Shared memory as sealed memfds: the owner's writable mapping, and a peer's read-only one of the same pages.
 //
-// The file can neither shrink nor grow once it exists (F_SEAL_SHRINK, F_SEAL_GROW), so that no access through a mapping of it
-// can raise SIGBUS, and no new writable mapping of it can be made (F_SEAL_FUTURE_WRITE, where the kernel has it). It has no
-// name: nothing is left behind when its processes are killed, and /dev/shm's size does not limit it. All pages are present
-// on both sides before the first byte moves.
+// The file can neither shrink nor grow once it exists (F_SEAL_SHRINK, F_SEAL_GROW), so that no access through
+// a mapping of it can raise SIGBUS, and no new writable mapping of it can be made (F_SEAL_FUTURE_WRITE, where
+// the kernel has it). It has no name: nothing is left behind when its processes are killed, and /dev/shm's
+// size does not limit it. All pages are present on both sides before the first byte moves.
 #pragma once
 
 #include <cstddef>
@@ -13,6 +13,7 @@
 
 #include "base/unique_fd.h"
 #include "shardpull/status.h"
+#include "transport/peer_memory.h"
 
 namespace shardpull {
 
@@ -24,7 +25,8 @@ class PageMapping {
   PageMapping(PageMapping&& other) noexcept;
   PageMapping& operator=(PageMapping&& other) noexcept;
 
-  // Maps the first `bytes` of `fd`, shared, at an address that suits huge pages. Null data() and errno on failure.
+  // Maps the first `bytes` of `fd`, shared, at an address that suits huge pages. Null data() and errno on
+  // failure.
   static PageMapping map(int fd, std::uint64_t bytes, bool writable);
 
   std::byte* data() const { return data_; }
@@ -38,8 +40,8 @@ class PageMapping {
 // Immutable once made (the bytes are the user's).
 class SharedSegment {
  public:
-  // Zero-filled and prefaulted. RESOURCE_EXHAUSTED, kNoMemory, names `what`, the size and what is available: a request the
-  // host cannot satisfy is refused before the kernel would have to kill a process for it.
+  // Zero-filled and prefaulted. RESOURCE_EXHAUSTED, kNoMemory, names `what`, the size and what is available:
+  // a request the host cannot satisfy is refused before the kernel would have to kill a process for it.
   static Result<std::shared_ptr<const SharedSegment>> create(std::uint64_t bytes, std::string_view what);
 
   std::byte* data() const { return mapping_.data(); }
@@ -53,14 +55,15 @@ class SharedSegment {
 };
 
 // A peer's segment, readable here. Immutable.
-class PeerSegment {
+class PeerSegment final : public PeerMemory {
  public:
-  // Maps `bytes` of the descriptor a peer sent, prefaulted. DATA_LOSS, kCorrupt, when it is not what an honest peer sends: no
-  // memory file, not sealed, or smaller than claimed. RESOURCE_EXHAUSTED when this host cannot map it.
+  // Maps `bytes` of the descriptor a peer sent, prefaulted. DATA_LOSS, kCorrupt, when it is not what an
+  // honest peer sends: no memory file, not sealed, or smaller than claimed. RESOURCE_EXHAUSTED when this host
+  // cannot map it.
   static Result<std::shared_ptr<const PeerSegment>> map(UniqueFd fd, std::uint64_t bytes);
 
-  const std::byte* data() const { return mapping_.data(); }
-  std::uint64_t bytes() const { return bytes_; }
+  const std::byte* data() const override { return mapping_.data(); }
+  std::uint64_t bytes() const override { return bytes_; }
 
  private:
   PageMapping mapping_;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <thread>
 
 #include "base/random.h"
@@ -95,6 +96,48 @@ TEST_F(SimTransportTest, DifferentEndpointsOvertakeEachOther) {
   run();
   ASSERT_EQ(b.seqs.size(), 8u);
   EXPECT_FALSE(std::is_sorted(b.seqs.begin(), b.seqs.end()));
+}
+
+// Goal: a read of many windows, done by single ones, ends once: when all have ended, with the first error.
+TEST_F(SimTransportTest, ReadsOfManyPartsEndOnce) {
+  const EndpointId endpoint = connect();
+  auto memory = *b.transport->allocate(1000, "a test");
+  for (std::uint32_t i = 0; i < 1000; ++i) memory->ref().address[i] = static_cast<std::byte>(i * 7);
+  ASSERT_EQ(b.transport->grant(b.accepted[0], memory), Status());
+  const auto window = [&](std::uint64_t offset, std::uint64_t bytes) {
+    return RemoteRef{memory->ref().region, memory->ref().generation, offset, bytes};
+  };
+  std::vector<std::byte> local(1300);
+  a.transport->read_parts(endpoint, {{window(501, 100), local.data()}, {window(3, 199), local.data() + 101}},
+                          9);
+  run();
+  ASSERT_EQ(a.reads.size(), 1u);
+  EXPECT_EQ(a.reads[0], (std::pair<ReadToken, Status>(9, {})));
+  EXPECT_EQ(std::memcmp(local.data(), memory->ref().address + 501, 100), 0);
+  EXPECT_EQ(local[100], std::byte{0});
+  EXPECT_EQ(std::memcmp(local.data() + 101, memory->ref().address + 3, 199), 0);
+
+  a.transport->read_parts(endpoint, {{window(0, 100), local.data()}, {window(999, 2), local.data()}}, 10);
+  run();
+  ASSERT_EQ(a.reads.size(), 2u);
+  EXPECT_EQ(a.reads[1].first, 10u);
+  EXPECT_EQ(a.reads[1].second.code(), StatusCode::kOutOfRange);
+
+  a.transport->read_parts(endpoint, {{window(0, 1000), local.data()}, {window(0, 100), local.data()}}, 11);
+  b.transport.reset();
+  run();
+  ASSERT_EQ(a.reads.size(), 3u);
+  EXPECT_EQ(a.reads[2].first, 11u);
+  EXPECT_FALSE(a.reads[2].second.ok());
+}
+
+// Goal: a backend that reaches only what it allocated says so, and what to do.
+TEST_F(SimTransportTest, AdoptsNoMemory) {
+  const std::byte bytes[8] = {};
+  const Status status = a.transport->adopt(bytes, sizeof bytes, "lm_head.weight").status();
+  EXPECT_EQ(status.code(), StatusCode::kUnimplemented);
+  EXPECT_THAT(status.message(), HasSubstr("sim transport"));
+  EXPECT_THAT(status.message(), HasSubstr("lm_head.weight"));
 }
 
 TEST_F(SimTransportTest, ReadsCopyPieceByPieceWhatWasGranted) {

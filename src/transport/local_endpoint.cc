@@ -1,4 +1,4 @@
-#include "transport/shm/shm_endpoint.h"
+#include "transport/local_endpoint.h"
 
 #include <sys/socket.h>
 
@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 
 #include "base/status_macros.h"
-#include "transport/shm/shm_frame.h"
+#include "transport/local_frame.h"
 
 namespace shardpull {
 namespace {
@@ -28,16 +28,16 @@ Status broken(std::string message) {
 
 }  // namespace
 
-ShmEndpoint::ShmEndpoint(EndpointId id, UniqueFd fd, std::string peer, bool accepted)
-    : regions(peer), id_(id), fd_(std::move(fd)), peer_(std::move(peer)), accepted_(accepted) {}
+LocalEndpoint::LocalEndpoint(EndpointId id, UniqueFd fd, pid_t pid, std::string peer, bool accepted)
+    : regions(peer), id_(id), fd_(std::move(fd)), pid_(pid), peer_(std::move(peer)), accepted_(accepted) {}
 
-void ShmEndpoint::queue(std::vector<std::byte> frame, std::shared_ptr<const SharedSegment> segment) {
+void LocalEndpoint::queue(std::vector<std::byte> frame, SentDescriptor descriptor) {
   if (!send_error_.ok()) return;
   queued_bytes_ += frame.size();
-  outgoing_.push_back({.bytes = std::move(frame), .sent = 0, .segment = std::move(segment)});
+  outgoing_.push_back({.bytes = std::move(frame), .sent = 0, .descriptor = std::move(descriptor)});
 }
 
-Status ShmEndpoint::flush() {
+Status LocalEndpoint::flush() {
   must_retry_ = false;
   while (send_error_.ok() && !outgoing_.empty()) {
     std::array<iovec, kMaxFramesPerSend> parts;
@@ -45,16 +45,16 @@ Status ShmEndpoint::flush() {
     msghdr message{};
     alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
     for (Outgoing& frame : outgoing_) {
-      if (count == parts.size() || (frame.segment != nullptr && count > 0)) break;
+      if (count == parts.size() || (frame.descriptor.fd >= 0 && count > 0)) break;
       parts[count++] = {frame.bytes.data() + frame.sent, frame.bytes.size() - frame.sent};
-      if (frame.segment != nullptr) {
+      if (frame.descriptor.fd >= 0) {
         message.msg_control = control.data();
         message.msg_controllen = control.size();
         cmsghdr* const header = CMSG_FIRSTHDR(&message);
         header->cmsg_level = SOL_SOCKET;
         header->cmsg_type = SCM_RIGHTS;
         header->cmsg_len = CMSG_LEN(sizeof(int));
-        const int fd = frame.segment->fd();
+        const int fd = frame.descriptor.fd;
         std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
         break;
       }
@@ -77,7 +77,7 @@ Status ShmEndpoint::flush() {
     }
     queued_bytes_ -= static_cast<std::uint64_t>(sent);
     auto rest = static_cast<std::size_t>(sent);
-    if (rest > 0) outgoing_.front().segment.reset();  // the descriptor went with the first byte
+    if (rest > 0) outgoing_.front().descriptor = {};  // the descriptor went with the first byte
     while (rest > 0) {
       Outgoing& frame = outgoing_.front();
       const std::size_t step = std::min(rest, frame.bytes.size() - frame.sent);
@@ -89,7 +89,7 @@ Status ShmEndpoint::flush() {
   return send_error_;
 }
 
-Result<ShmEndpoint::Received> ShmEndpoint::receive() {
+Result<LocalEndpoint::Received> LocalEndpoint::receive() {
   if (end_ == buffer_.size()) reserve(end_ - begin_ + 1);
   iovec part{buffer_.data() + end_, buffer_.size() - end_};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int) * kMaxDescriptorsPerReceive)> control;
@@ -119,7 +119,8 @@ Result<ShmEndpoint::Received> ShmEndpoint::receive() {
   }
   if ((message.msg_flags & MSG_CTRUNC) != 0) {
     return Status(StatusCode::kResourceExhausted,
-                  fmt::format("descriptors sent by {} did not arrive: this process has no more, raise the limit with: ulimit -n; "
+                  fmt::format("descriptors sent by {} did not arrive: this process has no more, raise the "
+                              "limit with: ulimit -n; "
                               "or the peer sent more than one with a message",
                               peer_),
                   {.reason = Reason::kLimit, .fault = Fault::kHost, .peer = peer_});
@@ -133,7 +134,7 @@ Result<ShmEndpoint::Received> ShmEndpoint::receive() {
   return Received::kBytes;
 }
 
-Result<std::optional<ShmEndpoint::Frame>> ShmEndpoint::next_frame() {
+Result<std::optional<LocalEndpoint::Frame>> LocalEndpoint::next_frame() {
   const std::size_t have = end_ - begin_;
   if (have == 0) {
     begin_ = end_ = 0;
@@ -145,7 +146,7 @@ Result<std::optional<ShmEndpoint::Frame>> ShmEndpoint::next_frame() {
   }
   const std::byte* const data = buffer_.data() + begin_;
   std::size_t size = kHotHeaderBytes;
-  if (have >= sizeof(kHotMagic) && !is_shm_frame(data)) {
+  if (have >= sizeof(kHotMagic) && !is_local_frame(data)) {
     // Foreign bytes are refused by their first four, before more of them are waited for.
     std::uint32_t magic = 0;
     std::memcpy(&magic, data, sizeof magic);
@@ -163,14 +164,14 @@ Result<std::optional<ShmEndpoint::Frame>> ShmEndpoint::next_frame() {
   return std::optional<Frame>(Frame{.bytes = {data, size}});
 }
 
-UniqueFd ShmEndpoint::take_descriptor() {
+UniqueFd LocalEndpoint::take_descriptor() {
   if (descriptors_.empty()) return {};
   UniqueFd fd = std::move(descriptors_.front());
   descriptors_.pop_front();
   return fd;
 }
 
-void ShmEndpoint::reserve(std::size_t wanted) {
+void LocalEndpoint::reserve(std::size_t wanted) {
   if (begin_ > 0) {
     std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
     end_ -= begin_;
