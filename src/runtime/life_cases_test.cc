@@ -1,0 +1,65 @@
+// Known faults of systems of this kind that show over several syncs, on whole fleets. run_fleet compares every
+// byte and every module's version after each.
+//
+// case_050 (two publishers of one name with different bytes) needs checksums of what interchangeable owners
+// hold, which nothing here computes: consumers take each byte from one of them.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "runtime/fleet_testing.h"
+
+namespace shardpull {
+namespace {
+
+using fleet_testing::expect_exact;
+using fleet_testing::FleetSpec;
+using fleet_testing::RankSpec;
+using fleet_testing::sharded;
+using fleet_testing::tensor_parallel;
+
+FleetSpec fleet_of(std::vector<TensorMeta> metadata) {
+  FleetSpec spec;
+  spec.metadata = std::move(metadata);
+  spec.ranks = sharded(spec.metadata, 2);
+  for (std::uint32_t worker = 0; worker < 2; ++worker)
+    spec.workers.push_back(tensor_parallel(spec.metadata, worker, 2));
+  return spec;
+}
+
+// Goal: the versions of modules are the set of what a sync changed: of three inputs of a merged copy the one
+// that was sent is listed, the other two are not.
+TEST(LifeCases, case_045_one_of_three_inputs_changed) {
+  FleetSpec spec = fleet_of({{"k_conv1d.weight", DType::kBF16, {16, 4}},
+                             {"q_conv1d.weight", DType::kBF16, {16, 4}},
+                             {"v_conv1d.weight", DType::kBF16, {16, 4}}});
+  spec.steps = {{1}, {2, {"v_conv1d.weight"}}, {3, {"q_*", "k_*"}}, {4}};
+  expect_exact(spec);
+}
+
+// Goal: a draft beside its target is updated by every sync, on every path; the embedding that both have copies
+// of feeds both.
+TEST(LifeCases, case_052_a_draft_beside_its_target) {
+  for (const PathChoice path : {PathChoice::kMapped, PathChoice::kPacked}) {
+    for (const bool resident : {false, true}) {
+      FleetSpec spec = fleet_of({{"model.embed.weight", DType::kBF16, {12, 8}},
+                                 {"model.layers.0.up.weight", DType::kBF16, {8, 8}},
+                                 {"model.layers.1.up.weight", DType::kBF16, {8, 8}},
+                                 {"mtp.0.norm.weight", DType::kF32, {8}},
+                                 {"mtp.0.up.weight", DType::kBF16, {8, 8}}});
+      for (auto& modules : spec.workers) {
+        auto shared = modules[0];
+        shared.name = "draft.embed";
+        modules.push_back(shared);
+      }
+      for (RankSpec& rank : spec.ranks) rank.resident = resident;
+      spec.worker_options = [path](std::uint32_t, WorkerOptions& options) { options.path = path; };
+      spec.steps = {{1}, {2}, {3}};
+      expect_exact(spec);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shardpull
