@@ -31,7 +31,7 @@ std::uint64_t bytes_of(const ModelInput& model, std::size_t index) {
   return tensor_bytes(meta.dtype, meta.shape).value();  // checked when the file was opened
 }
 
-Result<ModelInput> open_model(const std::string& directory) {
+Result<ModelInput> open_model(const std::string& directory, bool any_architecture) {
   ModelInput model;
   model.label = directory;
   SHARDPULL_ASSIGN_OR_RETURN(model.checkpoint, Checkpoint::open(directory));
@@ -48,7 +48,8 @@ Result<ModelInput> open_model(const std::string& directory) {
       extra.push_back(i);
     }
   }
-  auto checked = check(model);
+  auto checked =
+      any_architecture ? Result<std::vector<std::string>>(std::vector<std::string>()) : check(model);
   if (!checked.ok() && !extra.empty()) {
     ModelInput whole = std::move(model);
     whole.metadata.clear();

@@ -26,8 +26,9 @@ struct ModelInput {
 };
 
 // Opens a Hugging Face directory and checks it against its own config.json. Tensors that an index exists for
-// but does not list are taken only when the model cannot be built without them.
-Result<ModelInput> open_model(const std::string& directory);
+// but does not list are taken only when the model cannot be built without them. `any_architecture`: no family
+// needs to know the model (its workers replay recordings); nothing is checked then, and the index decides.
+Result<ModelInput> open_model(const std::string& directory, bool any_architecture = false);
 
 // A shape of the catalogue: config, names, dtypes and shapes.
 Result<ModelInput> model_of_shape(const ShapeSpec& spec, const ShapeOverrides& overrides);

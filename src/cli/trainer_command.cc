@@ -38,7 +38,8 @@ class TrainerRun {
 
   Status run() {
     SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
-    SHARDPULL_ASSIGN_OR_RETURN(const ModelInput model, open_model(arguments_.model));
+    SHARDPULL_ASSIGN_OR_RETURN(const ModelInput model,
+                               open_model(arguments_.model, arguments_.any_architecture));
     SHARDPULL_ASSIGN_OR_RETURN(TrainerHoldings holdings,
                                trainer_holdings(model, arguments_.fleet.trainer, arguments_.withhold));
     ranks_ = holdings.ranks();

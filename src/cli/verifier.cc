@@ -81,9 +81,8 @@ Status differs(const Parameter& parameter, const std::byte* got, const std::byte
 
 }  // namespace
 
-Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, std::uint32_t consumer,
-                       const Recording& recording, const std::vector<std::uint64_t>& versions,
-                       Model& model) {
+Result<Verdict> verify(const ModelInput& input, const ModelFactory& build, const Recording& recording,
+                       const std::vector<std::uint64_t>& versions, Model& model) {
   const Checkpoint& files = *input.checkpoint;
   const std::size_t count = input.metadata.size();
   std::vector<bool> live(count, false);
@@ -113,8 +112,7 @@ Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, s
     SHARDPULL_ASSIGN_OR_RETURN(Tensor tensor, Tensor::real(meta.name, meta.dtype, meta.shape, data));
     weights.push_back({meta.name, std::move(tensor)});
   }
-  SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Model> reference,
-                             build_model(input.config, layout, consumer));
+  SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Model> reference, build());
   SHARDPULL_RETURN_IF_ERROR(reference->materialise(kCanary));
   SHARDPULL_RETURN_IF_ERROR(load_eagerly(*reference, weights));
 

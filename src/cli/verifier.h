@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -24,14 +26,16 @@ struct Verdict {
   std::uint64_t bytes = 0;       // bytes compared: parameters with their padding, and guard bytes
 };
 
-// Loads the checkpoint a second time, each tensor at its version (`versions`, by metadata index), eagerly, into
-// a second model of the same worker, and compares all bytes of all parameters, padding included, and the guard bytes of `model` (materialised with
-// kCanary and kGuardBytes). `recording` only says which tensors need their bytes changed to their version: a
-// tensor that it wrongly calls dead is loaded with the checkpoint's bytes, and differs. The second model is
-// gone when this returns.
-Result<Verdict> verify(const ModelInput& input, const InferenceLayout& layout, std::uint32_t consumer,
-                       const Recording& recording, const std::vector<std::uint64_t>& versions,
-                       Model& model);
+// Makes the model of one worker, not materialised; each call makes another one of the same.
+using ModelFactory = std::function<Result<std::unique_ptr<Model>>()>;
+
+// Loads the checkpoint a second time, each tensor at its version (`versions`, by metadata index), eagerly,
+// into a second model made by `build`, and compares all bytes of all parameters, padding included, and the
+// guard bytes of `model` (materialised with kCanary and kGuardBytes). `recording` only says which tensors
+// need their bytes changed to their version: a tensor that it wrongly calls dead is loaded with the
+// checkpoint's bytes, and differs. The second model is gone when this returns.
+Result<Verdict> verify(const ModelInput& input, const ModelFactory& build, const Recording& recording,
+                       const std::vector<std::uint64_t>& versions, Model& model);
 
 // Sets every parameter that a source must feed to the canary, so that the next sync has to write all of it
 // again. `names`: only those of modules that one of these (ascending) feeds, as a sync of some names writes

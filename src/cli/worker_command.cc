@@ -13,8 +13,10 @@
 #include "cli/memory_sampler.h"
 #include "cli/model_input.h"
 #include "cli/process_setup.h"
+#include "cli/recordings.h"
 #include "cli/sync_report.h"
 #include "cli/verifier.h"
+#include "shardpull/recording.h"
 #include "shardpull/worker.h"
 
 namespace shardpull::cli {
@@ -28,11 +30,12 @@ class WorkerRun {
   Status run() {
     if (!arguments_.dump.empty()) SHARDPULL_RETURN_IF_ERROR(prepare_dump(arguments_.dump));
     SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
-    SHARDPULL_ASSIGN_OR_RETURN(const ModelInput input, open_model(arguments_.model));
+    const bool recorded = !arguments_.recordings.empty();
+    SHARDPULL_ASSIGN_OR_RETURN(const ModelInput input, open_model(arguments_.model, recorded));
     input_ = &input;
+    if (recorded) SHARDPULL_RETURN_IF_ERROR(read_recording());
     SHARDPULL_ASSIGN_OR_RETURN(names_, later_names(arguments_.fleet, input));
-    SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model,
-                               build_model(input.config, arguments_.fleet.inference, arguments_.id));
+    SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, build());
     model_ = model.get();
     SHARDPULL_RETURN_IF_ERROR(model->materialise(kCanary, kGuardBytes));
     SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<Worker> worker,
@@ -43,7 +46,8 @@ class WorkerRun {
                                                 .chunk_split = arguments_.fleet.chunk_split,
                                                 .pull_split = arguments_.fleet.pull_split,
                                                 .path = arguments_.fleet.path,
-                                                .bake = {}},
+                                                .bake = {},
+                                                .recording = recording_},
                                                *model));
     worker_ = worker.get();
     SHARDPULL_RETURN_IF_ERROR(
@@ -69,6 +73,27 @@ class WorkerRun {
   bool told() const { return !failure_.ok(); }
 
  private:
+  // The family's model, or that of the recording.
+  Result<std::unique_ptr<Model>> build() const {
+    return recording_ == nullptr ? build_model(input_->config, arguments_.fleet.inference, arguments_.id)
+                                 : model_of(*recording_, input_->metadata);
+  }
+
+  Status read_recording() {
+    std::vector<std::string> files = arguments_.recordings;
+    if (files.size() != 1 || files.front().find(kWorkerPlace) != std::string::npos) {
+      SHARDPULL_ASSIGN_OR_RETURN(files, recording_files(files, arguments_.fleet.inference, "--recording"));
+    }
+    const std::uint32_t worker =
+        arguments_.id % (workers(arguments_.fleet.inference) /
+                         static_cast<std::uint32_t>(arguments_.fleet.inference.replicas));
+    SHARDPULL_ASSIGN_OR_RETURN(
+        Recording recording,
+        load_recording(files[files.size() == 1 ? 0 : worker], *input_, arguments_.fleet.inference, worker));
+    recording_ = std::make_shared<const Recording>(std::move(recording));
+    return {};
+  }
+
   Status on_sync(std::uint64_t version, const Status& status, const WorkerReport& report) {
     ++syncs_;
     SHARDPULL_RETURN_IF_ERROR(status);
@@ -91,8 +116,7 @@ class WorkerRun {
                   .peak_extra_bytes = peak > model_bytes ? peak - model_bytes : 0};
     Status verdict_status;
     if (arguments_.verify) {
-      auto verdict = verify(*input_, arguments_.fleet.inference, arguments_.id, worker_->recording(), versions_,
-                            *model_);
+      auto verdict = verify(*input_, [this] { return build(); }, worker_->recording(), versions_, *model_);
       verdict_status = verdict.ok() ? verdict->status : verdict.status().with_context("verifying");
       own.verdict = VerdictReport{.exact = verdict_status.ok(),
                                   .error = verdict_status.message(),
@@ -120,6 +144,7 @@ class WorkerRun {
   const std::string name_;
   MemorySampler memory_;
   const ModelInput* input_ = nullptr;
+  std::shared_ptr<const Recording> recording_;  // null: the worker bakes
   Model* model_ = nullptr;
   Worker* worker_ = nullptr;
   std::uint32_t syncs_ = 0;

@@ -1,0 +1,107 @@
+#include "cli/recordings.h"
+
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+
+#include <fmt/format.h>
+
+#include "base/status_macros.h"
+#include "shardpull/recording.h"
+
+namespace shardpull::cli {
+namespace {
+
+constexpr std::streamoff kMaxFileBytes = std::streamoff{1} << 30;
+
+Status refused(std::string message) {
+  return Status(StatusCode::kInvalidArgument, std::move(message), {.reason = Reason::kBadArgument});
+}
+
+InferenceLayout replica_of(InferenceLayout layout) {
+  layout.replicas = 1;
+  return layout;
+}
+
+Result<std::string> read_text(const std::string& path) {
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  const std::streamoff size = file ? std::streamoff{file.tellg()} : -1;
+  if (size < 0) return refused(fmt::format("--recording: {} cannot be read", path));
+  if (size > kMaxFileBytes) return refused(fmt::format("--recording: {} is larger than 1 GiB", path));
+  std::string text(static_cast<std::size_t>(size), '\0');
+  file.seekg(0);
+  if (!file.read(text.data(), size)) return refused(fmt::format("--recording: {} cannot be read", path));
+  return text;
+}
+
+}  // namespace
+
+Result<std::vector<std::string>> recording_files(const std::vector<std::string>& names,
+                                                 const InferenceLayout& layout, std::string_view flag) {
+  const std::uint32_t count = workers(replica_of(layout));
+  if (names.size() == 1 && names.front().find(kWorkerPlace) != std::string::npos) {
+    std::vector<std::string> files;
+    for (std::uint32_t worker = 0; worker < count; ++worker) {
+      std::string file = names.front();
+      for (std::size_t at = file.find(kWorkerPlace); at != std::string::npos; at = file.find(kWorkerPlace)) {
+        file.replace(at, kWorkerPlace.size(), fmt::format("{}", worker));
+      }
+      files.push_back(std::move(file));
+    }
+    return files;
+  }
+  if (names.size() != count) {
+    return refused(
+        fmt::format("{}: {} file(s) for the {} workers of a replica (--inference {}); name one for each, "
+                    "in the order of their ids, or put {} into one name",
+                    flag, names.size(), count, to_string(layout), kWorkerPlace));
+  }
+  return names;
+}
+
+Result<Recording> load_recording(const std::string& file, const ModelInput& model,
+                                 const InferenceLayout& layout, std::uint32_t worker) {
+  SHARDPULL_ASSIGN_OR_RETURN(const std::string text, read_text(file));
+  SHARDPULL_ASSIGN_OR_RETURN(RecordingFile read, read_recording(text, model.metadata, file));
+  const RecordingHeader& header = read.header;
+  if (header.architecture != model.config.architecture()) {
+    return refused(fmt::format("{}: a recording of architecture {}, {} has {}", file, header.architecture,
+                               model.label, model.config.architecture()));
+  }
+  const auto recorded = parse_inference_layout(header.layout);
+  if (!recorded.ok() || to_string(*recorded) != to_string(replica_of(layout))) {
+    return refused(fmt::format("{}: a recording of --inference {}, this fleet's replicas are {}", file,
+                               header.layout, to_string(replica_of(layout))));
+  }
+  if (header.worker != worker) {
+    return refused(
+        fmt::format("{}: the recording of worker {}, given for worker {}", file, header.worker, worker));
+  }
+  return std::move(read.recording);
+}
+
+Status save_recording(const std::string& file, const Recording& recording, const ModelInput& model,
+                      const InferenceLayout& layout, std::uint32_t worker) {
+  const RecordingHeader header{.engine = "shardpull",
+                               .architecture = model.config.architecture(),
+                               .layout = to_string(replica_of(layout)),
+                               .worker = worker};
+  SHARDPULL_ASSIGN_OR_RETURN(const std::string text, write_recording(recording, model.metadata, header));
+  const std::string partial = file + ".partial";
+  std::error_code error;
+  {
+    std::ofstream out(partial, std::ios::binary | std::ios::trunc);
+    out.write(text.data(), static_cast<std::streamsize>(text.size()));
+    out.close();
+    if (!out) error = std::make_error_code(std::errc::io_error);
+  }
+  if (!error) std::filesystem::rename(partial, file, error);
+  if (!error) return {};
+  std::error_code ignored;
+  std::filesystem::remove(partial, ignored);
+  return Status(StatusCode::kInternal,
+                fmt::format("--save-recording: cannot write {}: {}", file, error.message()),
+                {.reason = Reason::kHost, .fault = Fault::kHost});
+}
+
+}  // namespace shardpull::cli
