@@ -141,7 +141,7 @@ endfunction()
 
 # What runs under ThreadSanitizer: the rooms with threads that do without gRPC, whose own libraries are not
 # instrumented. Target thread_tests builds them, label threads runs them.
-set(shardpull_thread_rooms base transport transport_shm transport_sim control_sim)
+set(shardpull_thread_rooms base transport transport_shm transport_cma transport_sim control_sim)
 
 function(shardpull_unit_tests)
   add_custom_target(thread_tests)
