@@ -89,6 +89,7 @@ class SpreadTable {
   explicit SpreadTable(std::string who) : who_(std::move(who)) {
     rows_.push_back({"per " + who_, "least", "median", "most", "sum", "least at", "most at"});
   }
+  // The sum counts every row `times` times, as often as there are replicas of it; 0: a sum says nothing.
   template <typename Figures>
   void add(const std::string& what, const std::vector<Figures>& figures, std::uint64_t Figures::* field,
            bool bytes, std::uint64_t times = 1) {
@@ -99,8 +100,8 @@ class SpreadTable {
     const auto [least, median, most] = spread_of(values);
     const std::uint64_t sum = std::accumulate(values.begin(), values.end(), std::uint64_t{0}) * times;
     const bool even = least.value == most.value;
-    rows_.push_back({what, text(least.value), text(median.value), text(most.value), text(sum),
-                     even ? "" : fmt::format("{} {}", who_, least.who),
+    rows_.push_back({what, text(least.value), text(median.value), text(most.value),
+                     times == 0 ? "" : text(sum), even ? "" : fmt::format("{} {}", who_, least.who),
                      even ? "" : fmt::format("{} {}", who_, most.who)});
   }
   std::string text() const { return format_table(rows_); }
@@ -214,10 +215,10 @@ std::string to_text(const FleetPlan& fleet, const FleetFigures& figures, const s
     largest_bytes = bytes;
     largest_group = group;
   }
-  text += fmt::format("groups     {} gather groups, the largest is {} with {}; {} owner classes, {} pieces\n",
-                      tables.group_lens.size(), largest_group, format_bytes(largest_bytes),
-                      std::max<std::size_t>(1, tables.ownership.owner_sets.size()),
-                      tables.ownership.pieces.size());
+  text += fmt::format(
+      "groups     {} gather groups, the largest is {} with {}; owner classes: {}; pieces: {}\n",
+      tables.group_lens.size(), largest_group, format_bytes(largest_bytes),
+      std::max<std::size_t>(1, tables.ownership.owner_sets.size()), tables.ownership.pieces.size());
   text += fmt::format("workers    {} = {} replica{} of {}, ring depth {}; {} different recordings\n",
                       fleet.workers(), replicas, replicas == 1 ? "" : "s", fleet.plans.size(),
                       tables.ring_depth, fleet.recordings.size());
@@ -251,10 +252,10 @@ std::string to_text(const FleetPlan& fleet, const FleetFigures& figures, const s
   workers.add("moves", figures.workers, &WorkerFigures::bytes_planned, true, replicas);
   workers.add("chunks", figures.workers, &WorkerFigures::chunks, false, replicas);
   workers.add("keys", figures.workers, &WorkerFigures::keys, false, replicas);
-  workers.add("largest chunk", figures.workers, &WorkerFigures::largest_chunk_bytes, true, replicas);
+  workers.add("largest chunk", figures.workers, &WorkerFigures::largest_chunk_bytes, true, 0);
   workers.add("receive ring", figures.workers, &WorkerFigures::receive_ring_bytes, true, replicas);
-  workers.add("groups not taken", figures.workers, &WorkerFigures::groups_not_taken, false, replicas);
-  workers.add("dead names", figures.workers, &WorkerFigures::dead_names, false, replicas);
+  workers.add("groups not taken", figures.workers, &WorkerFigures::groups_not_taken, false, 0);
+  workers.add("dead names", figures.workers, &WorkerFigures::dead_names, false, 0);
   workers.add("conversions", figures.workers, &WorkerFigures::conversions, false, replicas);
   text += "\n" + workers.text();
   if (figures.hottest_bytes > 0) {
@@ -279,12 +280,12 @@ std::string to_text(const FleetPlan& fleet, const FleetFigures& figures, const s
   if (!links) return text;
   const Prediction prediction = predict(fleet, figures, *links);
   text += fmt::format(
-      "\nprediction: {} per sync at {}/s out of a trainer, {}/s into a worker, {} per pull\n"
+      "\nprediction: {} per sync at {} out of a trainer, {} into a worker, {} per pull\n"
       "  trainers {}: trainer {} sends {}\n"
       "  workers  {}: worker {} receives {} in {} chunks, {} under way\n"
       "  fill     {}: the first {} chunks, before all overlaps\n",
-      format_duration_ns(prediction.total_ns()), format_bytes(links->trainer_bytes_per_s),
-      format_bytes(links->worker_bytes_per_s), format_duration_ns(links->pull_latency_ns),
+      format_duration_ns(prediction.total_ns()), format_rate(links->trainer_bytes_per_s, 1'000'000'000),
+      format_rate(links->worker_bytes_per_s, 1'000'000'000), format_duration_ns(links->pull_latency_ns),
       format_duration_ns(prediction.trainers_ns), prediction.slowest_trainer,
       format_bytes(figures.trainers[prediction.slowest_trainer].served_bytes),
       format_duration_ns(prediction.workers_ns), prediction.slowest_worker,
