@@ -102,6 +102,12 @@ std::uint64_t SyncOutcome::bytes_moved() const {
   return sum;
 }
 
+std::uint64_t SyncOutcome::padding_bytes() const {
+  std::uint64_t sum = 0;
+  for (const WorkerOutcome& worker : workers) sum += worker.report.padding_bytes;
+  return sum;
+}
+
 std::uint64_t SyncOutcome::export_ns() const {
   std::uint64_t slowest = 0;
   for (const RankReport& rank : ranks) slowest = std::max(slowest, rank.export_ns);
@@ -155,7 +161,8 @@ json to_json(const SyncOutcome& outcome) {
                 {"bytes_kept", worker.report.bytes_kept},
                 {"bytes_moved", worker.report.bytes_moved},
                 {"update_ns", worker.report.update_ns},
-                {"copy_ns", worker.report.copy_ns}};
+                {"copy_ns", worker.report.copy_ns},
+                {"padding_bytes", worker.report.padding_bytes}};
     if (worker.verdict) one["verdict"] = to_json(*worker.verdict);
     workers.push_back(std::move(one));
   }
@@ -188,6 +195,7 @@ Result<SyncOutcome> sync_outcome_from_json(const json& from) {
       one.report.bytes_moved = worker.at("bytes_moved");
       one.report.update_ns = worker.at("update_ns");
       one.report.copy_ns = worker.at("copy_ns");
+      one.report.padding_bytes = worker.at("padding_bytes");
       if (worker.contains("verdict")) one.verdict = verdict_from(worker.at("verdict"));
     }
     for (const json& rank : from.at("ranks")) {
@@ -343,6 +351,7 @@ std::string to_json_text(const RunReport& report) {
     one["wall_s"] = seconds(static_cast<double>(sync.wall_ns));
     one["bytes_kept"] = sync.bytes_kept();
     one["bytes_moved"] = sync.bytes_moved();
+    one["padding_bytes"] = sync.padding_bytes();
     const std::optional<double> limit = sync.memcpy_limit_ns();
     const auto optional_seconds = [](const auto& ns) {
       return ns ? ordered_json(seconds(static_cast<double>(*ns))) : ordered_json(nullptr);

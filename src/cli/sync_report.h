@@ -65,6 +65,7 @@ struct SyncOutcome {
 
   std::uint64_t bytes_kept() const;
   std::uint64_t bytes_moved() const;
+  std::uint64_t padding_bytes() const;
   std::uint64_t export_ns() const;     // of the slowest rank
   std::uint64_t export_bytes() const;  // of all ranks
   // Pulls that all ranks packed into serve slots. Workers of several replicas that take the same share a pack.

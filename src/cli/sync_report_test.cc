@@ -19,7 +19,7 @@ SyncOutcome outcome(std::uint32_t sync, bool exact) {
   out.wall_ns = 2'000'000;
   for (std::uint32_t id = 0; id < 2; ++id) {
     WorkerOutcome worker;
-    worker.report = {.consumer = id, .bytes_kept = 1000, .bytes_moved = 1000, .update_ns = 7, .copy_ns = 5};
+    worker.report = {.consumer = id, .bytes_kept = 1000, .bytes_moved = 1000, .update_ns = 7, .copy_ns = 5, .padding_bytes = 3};
     worker.verdict =
         VerdictReport{.exact = exact, .error = exact ? "" : "differs", .parameters = 500, .bytes = 1128};
     out.workers.push_back(worker);
@@ -35,6 +35,7 @@ TEST(SyncReport, AnOutcomeSurvivesItsJson) {
   ASSERT_TRUE(read.ok());
   EXPECT_EQ(to_json(*read), to_json(sent));
   EXPECT_EQ(read->bytes_moved(), 2000u);
+  EXPECT_EQ(read->padding_bytes(), 6u);
   EXPECT_EQ(read->export_ns(), 40u);
   EXPECT_EQ(read->export_bytes(), 300u);
   EXPECT_EQ(read->packs(), 9u);

@@ -83,6 +83,7 @@ struct Prepared {
   std::uint64_t update_ns = 0;   // duration of the update on the worker's clock
   std::uint64_t copy_ns = 0;     // time in which its bytes moved
   std::uint64_t bytes_kept = 0;  // by what this sync runs of its plan
+  std::uint64_t padding_bytes = 0;
 };
 // sender -> worker: commit.
 struct Finish {

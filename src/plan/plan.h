@@ -237,6 +237,9 @@ enum class Balance : std::uint8_t {
   kRotation,  // route_block; within it the next one with every gather group
 };
 
+// Bytes of the plan's packed pulls that are no key's: gaps between keys, which travel with them.
+std::uint64_t padding_bytes(const WorkerPlan& plan);
+
 struct PlanOptions {
   std::uint64_t max_chunk_bytes = 64ull << 20;  // 0 = off
   std::uint32_t chunk_split = 1;

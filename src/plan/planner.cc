@@ -585,6 +585,16 @@ Result<WorkerPlan> plan_worker(const InitTables& tables, const Recording& record
   return Planner(tables, recording, consumer, options).run();
 }
 
+std::uint64_t padding_bytes(const WorkerPlan& plan) {
+  std::uint64_t bytes = 0;
+  for (const Chunk& chunk : plan.chunks) {
+    if (chunk.path != Path::kPacked) continue;
+    for (const Run& run : chunk.runs) bytes += run.bytes;
+    for (const ChunkKey& key : chunk.keys) bytes -= key.bytes;
+  }
+  return bytes;
+}
+
 std::vector<PullDescription> pulls_at(const WorkerPlan& plan, std::uint32_t producer) {
   std::vector<PullDescription> pulls;
   for (const Chunk& chunk : plan.chunks) {

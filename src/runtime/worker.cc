@@ -149,7 +149,8 @@ struct Worker::Impl final : TransportSink {
   std::atomic<std::uint64_t> version_guard{0};
 
   // Confined to the progress thread.
-  std::uint64_t current_sync = 0, current_version = 0, current_kept = 0;
+  std::uint64_t current_sync = 0, current_version = 0;
+  std::shared_ptr<const WorkerPlan> current_plan;  // what the sync runs: the plan, or what is left of it
   NameSet part_names;                      // the names `part` is of
   std::shared_ptr<const WorkerPlan> part;  // of the last sync of some names
   bool delivered = true;                   // whether current_sync's result has reached serve()
@@ -275,7 +276,8 @@ Status Worker::Impl::make_plan() {
     message.bytes_moved = engine->bytes_moved();
     message.update_ns = engine->update_ns();
     message.copy_ns = engine->copy_ns();
-    message.bytes_kept = current_kept;
+    message.bytes_kept = current_plan->bytes_kept;
+    message.padding_bytes = padding_bytes(*current_plan);
     send(kSender, std::move(message));
     if (!status.ok()) deliver(sync_id, status);
   };
@@ -385,7 +387,7 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
     if (!status.ok()) send(kSender, Finished{message->sync_id, status});
   } else if (auto* message = std::get_if<SyncFailed>(&body)) {
     if (deferred && deferred->sync_id == message->sync_id) {  // it never started here
-      push_result(deferred->version, message->status, {options.consumer, plan->bytes_kept, 0, 0, 0});
+      push_result(deferred->version, message->status, {.consumer = options.consumer, .bytes_kept = plan->bytes_kept});
       deferred.reset();
       send(kSender, Prepared{.sync_id = message->sync_id, .status = message->status});
     } else {
@@ -415,13 +417,13 @@ void Worker::Impl::start_update(const StartUpdate& message) {
   }
   if (status.ok()) status = engine->start_update(message.sync_id, message.version, some);
   if (status.ok()) {
-    current_kept = some != nullptr ? some->bytes_kept : plan->bytes_kept;
+    current_plan = some != nullptr ? some : plan;
     current_sync = message.sync_id;
     current_version = message.version;
     delivered = false;
     if (version_guard.load() % 2 == 0) version_guard.fetch_add(1);  // odd before the first byte lands
   } else {
-    push_result(message.version, status, {options.consumer, plan->bytes_kept, 0, 0, 0});
+    push_result(message.version, status, {.consumer = options.consumer, .bytes_kept = plan->bytes_kept});
   }
   send(kSender, UpdateStarted{message.sync_id, status});
 }
@@ -431,7 +433,8 @@ void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
   delivered = true;
   push_result(
       current_version, status,
-      {options.consumer, current_kept, engine->bytes_moved(), engine->update_ns(), engine->copy_ns()});
+      {options.consumer, current_plan->bytes_kept, engine->bytes_moved(), engine->update_ns(),
+       engine->copy_ns(), padding_bytes(*current_plan)});
 }
 
 void Worker::Impl::push_result(std::uint64_t version, const Status& status, const WorkerReport& report) {

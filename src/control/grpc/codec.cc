@@ -99,6 +99,7 @@ struct Writer {
     w.set_update_ns(m.update_ns);
     w.set_copy_ns(m.copy_ns);
     w.set_bytes_kept(m.bytes_kept);
+    w.set_padding_bytes(m.padding_bytes);
   }
   void operator()(const Finish& m) const { out.mutable_finish()->set_sync_id(m.sync_id); }
   void operator()(const Finished& m) const {
@@ -272,7 +273,8 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
                                   .bytes_moved = w.bytes_moved(),
                                   .update_ns = w.update_ns(),
                                   .copy_ns = w.copy_ns(),
-                                  .bytes_kept = w.bytes_kept()});
+                                  .bytes_kept = w.bytes_kept(),
+                                  .padding_bytes = w.padding_bytes()});
     }
     case R::kFinish:
       return ControlBody(Finish{.sync_id = routed.finish().sync_id()});
