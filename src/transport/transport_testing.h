@@ -116,9 +116,9 @@ inline std::size_t entries_of(const char* directory) {
       std::distance(std::filesystem::directory_iterator(directory), std::filesystem::directory_iterator()));
 }
 
-// A listening and a connected side, introduced to each other. Backend: `make(name, incarnation, settings)` makes
-// transports that reach each other as long as the Backend lives; the static why_not() says why it cannot be tested
-// here, or nothing.
+// A listening and a connected side, introduced to each other. Backend: `make(name, incarnation, settings)`
+// makes transports that reach each other as long as the Backend lives; the static why_not() says why it
+// cannot be tested here, or nothing.
 template <typename Backend>
 struct Pair {
   explicit Pair(Settings settings = {})
@@ -229,7 +229,7 @@ TYPED_TEST_P(TransportContract, KeepsTheOrderOfThousandsOfMessages) {
     if (event.kind != Event::kMessage || event.header.type != HotType::kPull) continue;
     ASSERT_EQ(event.header.seq, next);
     ASSERT_EQ(event.payload.size(), size_of(next));
-    ASSERT_EQ(std::memcmp(event.payload.data(), payload.data() + next % 64, event.payload.size()), 0);
+    ASSERT_TRUE(std::equal(event.payload.begin(), event.payload.end(), payload.begin() + next % 64));
     ++next;
   }
 }
