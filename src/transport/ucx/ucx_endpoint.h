@@ -12,14 +12,15 @@
 #include <utility>
 #include <vector>
 
+#include "base/unique_fd.h"
 #include "transport/regions.h"
 #include "transport/ucx/ucx_frame.h"
 #include "transport/ucx/ucx_memory.h"
 
 namespace shardpull {
 
-inline constexpr std::size_t kUcxHeaderBytes =
-    sizeof(std::uint64_t) + kUcxFrameBytes;  // order, then a header of 64 bytes
+// The receiver's key of the connection, the message's order, then a header of 64 bytes.
+inline constexpr std::size_t kUcxHeaderBytes = 2 * sizeof(std::uint64_t) + kUcxFrameBytes;
 
 // One active message as it arrived.
 struct UcxIncoming {
@@ -38,6 +39,8 @@ struct UcxServe {
   std::uint64_t sent = 0;
 };
 
+struct UcxOperation;
+
 // Confined to the progress thread.
 struct UcxEndpoint {
   enum class State {
@@ -51,12 +54,16 @@ struct UcxEndpoint {
 
   const EndpointId id;
   const bool accepted;
-  std::string peer;  // for messages: "10.0.0.7:5000", and its name once it told
-  ucp_ep_h handle = nullptr;
+  std::string peer;                  // for messages: "10.0.0.7:5000", and its name once it told
+  UniqueFd socket;                   // carries the hellos, then only tells that the peer lives
+  std::vector<std::byte> greeting;   // received of the peer's hello, and its data
+  ucp_ep_h handle = nullptr;         // none before the hellos
+  std::uint64_t own_key = 0;         // what the peer puts before its messages
+  std::uint64_t peer_key = 0;        // what it wants before ours
+  std::deque<UcxOperation*> unsent;  // messages for when there is a handle
   State state = State::kOpen;
 
   Incarnation incarnation = 0;  // the peer's, from its hello; 0 before
-  bool one_sided = false;       // reads are fetched
   std::uint64_t next_out = 0, next_in = 0;
   std::map<std::uint64_t, UcxIncoming> early;  // arrived before their turn
   std::uint64_t early_bytes = 0;

@@ -23,6 +23,7 @@ struct Fields {
 Fields fields_of(UcxFrameKind kind) {
   switch (kind) {
     case UcxFrameKind::kHello:
+      return {.read = true, .bytes = true, .offset = true};
     case UcxFrameKind::kBye:
       return {};
     case UcxFrameKind::kGrant:

@@ -7,12 +7,13 @@ namespace {
 
 UcxFrame sample(UcxFrameKind kind) {
   UcxFrame frame{.kind = kind, .token = 5, .incarnation = 6};
-  const bool read = kind == UcxFrameKind::kRead;
+  const bool read = kind == UcxFrameKind::kRead, hello = kind == UcxFrameKind::kHello;
   const bool data = kind == UcxFrameKind::kData;
-  if (kind == UcxFrameKind::kGrant || kind == UcxFrameKind::kRetire || read) frame.region = frame.generation = 7;
-  if (read || data || kind == UcxFrameKind::kRefused) frame.read = 8;
-  if (read || data) frame.offset = 9;
-  if (read || data || kind == UcxFrameKind::kGrant) frame.bytes = 10;
+  if (kind == UcxFrameKind::kGrant || kind == UcxFrameKind::kRetire || read)
+    frame.region = frame.generation = 7;
+  if (read || data || hello || kind == UcxFrameKind::kRefused) frame.read = 8;
+  if (read || data || hello) frame.offset = 9;
+  if (read || data || hello || kind == UcxFrameKind::kGrant) frame.bytes = 10;
   return frame;
 }
 
@@ -32,19 +33,23 @@ TEST(UcxFrame, RoundTrips) {
     EXPECT_EQ(out->read, frame.read);
     EXPECT_EQ(out->offset, frame.offset);
     EXPECT_EQ(out->bytes, frame.bytes);
-    for (std::size_t size = 0; size < bytes.size(); ++size) EXPECT_FALSE(decode_ucx_frame(bytes.data(), size).ok());
+    for (std::size_t size = 0; size < bytes.size(); ++size)
+      EXPECT_FALSE(decode_ucx_frame(bytes.data(), size).ok());
   }
 }
 
 // Goal: bytes that have one legal value are held to it, fields a kind needs must be there, others must not.
 TEST(UcxFrame, RefusesWhatIsNotOurs) {
-  const auto refused = [](std::array<std::byte, kUcxFrameBytes> bytes, std::size_t offset, std::uint8_t value) {
+  const auto refused = [](std::array<std::byte, kUcxFrameBytes> bytes, std::size_t offset,
+                          std::uint8_t value) {
     bytes[offset] = static_cast<std::byte>(value);
     return decode_ucx_frame(bytes.data(), bytes.size()).status();
   };
   const auto read = encode(sample(UcxFrameKind::kRead));
-  for (const std::size_t offset : {0, 1, 2, 3, 7, 56, 63}) EXPECT_FALSE(refused(read, offset, 0x77).ok()) << offset;
-  for (const std::size_t offset : {8, 16, 24, 28, 32, 48}) EXPECT_FALSE(refused(read, offset, 0).ok()) << offset;
+  for (const std::size_t offset : {0, 1, 2, 3, 7, 56, 63})
+    EXPECT_FALSE(refused(read, offset, 0x77).ok()) << offset;
+  for (const std::size_t offset : {8, 16, 24, 28, 32, 48})
+    EXPECT_FALSE(refused(read, offset, 0).ok()) << offset;
   EXPECT_TRUE(refused(read, 40, 0).ok());  // an offset of 0 is one
   EXPECT_FALSE(refused(read, 6, 0).ok());
   EXPECT_FALSE(refused(read, 6, 8).ok());

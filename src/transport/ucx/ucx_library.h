@@ -26,15 +26,11 @@ namespace shardpull {
   X(ucp_worker_create)              \
   X(ucp_worker_destroy)             \
   X(ucp_worker_query)               \
+  X(ucp_worker_release_address)     \
   X(ucp_worker_progress)            \
   X(ucp_worker_get_efd)             \
   X(ucp_worker_arm)                 \
   X(ucp_worker_set_am_recv_handler) \
-  X(ucp_listener_create)            \
-  X(ucp_listener_destroy)           \
-  X(ucp_listener_query)             \
-  X(ucp_listener_reject)            \
-  X(ucp_conn_request_query)         \
   X(ucp_ep_create)                  \
   X(ucp_ep_close_nbx)               \
   X(ucp_ep_rkey_unpack)             \

@@ -2,8 +2,11 @@
 
 #include <ifaddrs.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <array>
@@ -13,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -22,6 +26,7 @@
 #include <fmt/format.h>
 
 #include "base/host_port.h"
+#include "base/identity.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "transport/ucx/ucx_endpoint.h"
@@ -32,11 +37,18 @@
 namespace shardpull {
 namespace {
 
-constexpr unsigned kActiveMessage = 1;           // the one id of ours
-constexpr std::uint64_t kEagerReadBytes = 4096;  // smaller than a rendezvous is worth
-constexpr int kRoundsPerProgress = 256;          // of UCX's own progress, before what it brought is looked at
-constexpr std::size_t kMaxUnproven = 1024;       // accepted peers that have not said hello
-constexpr std::size_t kMaxServes = 65'536;       // reads of one peer waiting
+// What epoll reports that is no endpoint; endpoints report their id.
+constexpr std::uint64_t kWakeKey = 1ull << 32;
+constexpr std::uint64_t kListenKey = kWakeKey + 1;
+constexpr std::uint64_t kWorkerKey = kWakeKey + 2;
+constexpr int kEventsPerRound = 64;
+constexpr int kAcceptsPerRound = 64;
+constexpr std::int64_t kAcceptPauseNs = 100 * kNanosPerMilli;  // when the process is out of descriptors
+constexpr unsigned kActiveMessage = 1;                         // the one id of ours
+constexpr std::uint64_t kEagerReadBytes = 4096;                // smaller than a rendezvous is worth
+constexpr int kRoundsPerProgress = 256;     // of UCX's own progress, before what it brought is looked at
+constexpr std::size_t kMaxUnproven = 1024;  // accepted peers that have not said hello
+constexpr std::size_t kMaxServes = 65'536;  // reads of one peer waiting
 constexpr std::uint64_t kMaxEarlyBytes = 64u << 20;
 constexpr std::size_t kMaxRememberedPeers = 4096;
 constexpr std::int64_t kLetGoNs = kNanosPerSecond;  // for UCX to end what an endpoint has under way
@@ -62,23 +74,17 @@ Status corrupt(const std::string& peer, std::string_view problem) {
                 {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .peer = peer});
 }
 
-SocketAddress address_of(const sockaddr_storage& storage) {
-  SocketAddress address;
-  address.storage = storage;
-  address.length = storage.ss_family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
-  return address;
-}
-
+// The key is put before it when it is known.
 std::array<std::byte, kUcxHeaderBytes> header_of(std::uint64_t order,
                                                  const std::array<std::byte, kHotHeaderBytes>& rest) {
-  std::array<std::byte, kUcxHeaderBytes> header;
-  std::memcpy(header.data(), &order, sizeof order);
-  std::copy(rest.begin(), rest.end(), header.begin() + sizeof order);
+  std::array<std::byte, kUcxHeaderBytes> header{};
+  std::memcpy(header.data() + sizeof order, &order, sizeof order);
+  std::copy(rest.begin(), rest.end(), header.begin() + 2 * sizeof order);
   return header;
 }
 
-// Whether the connection has a lane of an RDMA transport. UCX's call for this question is newer than 1.13; its
-// listing of the lanes, as "0:rc_mlx5/mlx5_0:1", is not.
+// Whether the connection has a lane of an RDMA transport. UCX's call for this question is newer than 1.13;
+// its listing of the lanes, as "0:rc_mlx5/mlx5_0:1", is not.
 bool has_rdma_lane(const UcxLibrary& ucx, ucp_ep_h handle) {
   char* text = nullptr;
   std::size_t size = 0;
@@ -87,7 +93,9 @@ bool has_rdma_lane(const UcxLibrary& ucx, ucp_ep_h handle) {
   ucx.ucp_ep_print_info(handle, stream);
   std::fclose(stream);
   const std::string_view listing(text, size);
-  const auto lists = [&](std::string_view transport) { return listing.find(transport) != std::string_view::npos; };
+  const auto lists = [&](std::string_view transport) {
+    return listing.find(transport) != std::string_view::npos;
+  };
   const bool found = lists(":rc_") || lists(":dc_");
   std::free(text);
   return found;
@@ -142,13 +150,11 @@ class UcxTransport final : public Transport {
   };
 
   // ---- called by UCX, on the progress thread, from within its progress: they only note what happened ----
-  static void on_connection(ucp_conn_request_h request, void* self);
   static void on_error(void* self, ucp_ep_h handle, ucs_status_t status);
   static ucs_status_t on_active_message(void* self, const void* header, std::size_t header_length, void* data,
                                         std::size_t length, const ucp_am_recv_param_t* param);
   static void on_sent(void* request, ucs_status_t status, void* operation);
   static void on_received(void* request, ucs_status_t status, std::size_t length, void* operation);
-  void take_connection(ucp_conn_request_h request);
   ucs_status_t take_active_message(const void* header, std::size_t header_length, void* data,
                                    std::size_t length, const ucp_am_recv_param_t& param);
   ucs_status_t take_data(UcxEndpoint& endpoint, const UcxFrame& frame, void* data, std::size_t length,
@@ -164,16 +170,21 @@ class UcxTransport final : public Transport {
 
   UcxEndpoint* find(EndpointId id);
   UcxEndpoint* find_open(EndpointId id);
-  Result<UcxEndpoint*> add(std::string peer, bool accepted, ucp_ep_params_t params);
+  Result<UcxEndpoint*> add(UniqueFd socket, std::string peer, bool accepted);
+  void accept_peers();
+  void receive_greeting(UcxEndpoint& endpoint);
+  Status take_greeting(UcxEndpoint& endpoint);
+  Status take_hello(UcxEndpoint& endpoint, const UcxFrame& frame, std::span<const std::byte> data);
   void post(UcxEndpoint& endpoint, const std::array<std::byte, kHotHeaderBytes>& header,
             std::vector<std::byte> data);
   void post(UcxEndpoint& endpoint, UcxFrame frame, std::vector<std::byte> data = {});
-  void post_hello(UcxEndpoint& endpoint);
+  // Gives UCX a message that waited for the connection, or not.
+  void pass_on(UcxEndpoint& endpoint, UcxOperation* operation);
 
   void take_in_order(UcxIncoming incoming, TransportSink& sink);
+  void take_early(EndpointId id, TransportSink& sink);
   Status take(UcxEndpoint& endpoint, const UcxIncoming& incoming, TransportSink& sink);
   Status check_sender(const UcxEndpoint& endpoint, FleetToken token, Incarnation incarnation) const;
-  Status take_hello(UcxEndpoint& endpoint, const UcxFrame& frame, const std::vector<std::byte>& data);
   Status take_grant(UcxEndpoint& endpoint, const UcxFrame& frame, const std::vector<std::byte>& data);
   Status take_read(UcxEndpoint& endpoint, const UcxFrame& frame);
   Status take_refused(UcxEndpoint& endpoint, const UcxFrame& frame, const std::vector<std::byte>& data);
@@ -196,11 +207,12 @@ class UcxTransport final : public Transport {
   void report_closed(TransportSink& sink);
   void run_timers();
   void drive();
+  bool watch(int fd, std::uint64_t key);
   Status wait(std::int64_t timeout_ns);
   std::int64_t next_timer_ns() const;
   bool work_waits() const {
-    return !accepted_.empty() || !inbox_.empty() || !failures_.empty() || !settled_.empty() ||
-           !closed_.empty();
+    return !accepted_.empty() || !greeted_.empty() || !inbox_.empty() || !failures_.empty() ||
+           !settled_.empty() || !closed_.empty();
   }
 
   const UcxOptions options_;
@@ -211,15 +223,21 @@ class UcxTransport final : public Transport {
 
   ucp_worker_h worker_ = nullptr;
   int event_fd_ = -1;  // the worker's
-  ucp_listener_h listener_ = nullptr;
+  std::vector<std::byte> worker_address_;
+  UniqueFd epoll_;
+  UniqueFd listener_;
   std::string listen_address_;
+  std::int64_t accept_again_ns_ = 0;  // 0: accepting
+  bool told_out_of_descriptors_ = false;
 
   std::unordered_map<EndpointId, std::unique_ptr<UcxEndpoint>> endpoints_;
   std::unordered_map<ucp_ep_h, EndpointId> by_handle_;
+  std::unordered_map<std::uint64_t, EndpointId> by_key_;
   EndpointId last_endpoint_ = 0;
   std::unordered_map<UcxOperation*, std::unique_ptr<UcxOperation>> operations_;
 
   std::vector<EndpointId> accepted_;  // to be reported
+  std::vector<EndpointId> greeted_;   // may have sent messages before their hello was read
   std::vector<UcxIncoming> inbox_;    // to be looked at
   std::vector<std::pair<EndpointId, Status>> failures_;
   std::vector<EndpointId> closed_;   // to be reported, and removed
@@ -248,8 +266,13 @@ Status UcxTransport::start() {
   status = ucx_.ucp_worker_get_efd(worker_, &event_fd_);
   if (status != UCS_OK) return ucx_error(ucx_, status, "UCX cannot wait for events with these transports");
   ucp_worker_attr_t attributes{};
-  attributes.field_mask = UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER;
+  attributes.field_mask = UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER | UCP_WORKER_ATTR_FIELD_ADDRESS;
   status = ucx_.ucp_worker_query(worker_, &attributes);
+  if (status == UCS_OK) {
+    const auto* const bytes = reinterpret_cast<const std::byte*>(attributes.address);
+    worker_address_.assign(bytes, bytes + attributes.address_length);
+    ucx_.ucp_worker_release_address(worker_, attributes.address);
+  }
   if (status != UCS_OK || attributes.max_am_header < kUcxHeaderBytes) {
     return host_error(fmt::format("UCX's headers hold {} bytes with these transports, not {}",
                                   attributes.max_am_header, kUcxHeaderBytes));
@@ -263,12 +286,16 @@ Status UcxTransport::start() {
   handler.arg = this;
   status = ucx_.ucp_worker_set_am_recv_handler(worker_, &handler);
   if (status != UCS_OK) return ucx_error(ucx_, status, "UCX takes no handler");
+  epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll_ || !watch(event_fd_, kWorkerKey) || !watch(context_->wake_fd.get(), kWakeKey)) {
+    return host_error(fmt::format("the ucx transport cannot wait for events: {}", std::strerror(errno)));
+  }
   return {};
 }
 
 UcxTransport::~UcxTransport() {
   if (worker_ == nullptr) return;
-  if (listener_ != nullptr) ucx_.ucp_listener_destroy(listener_);
+  listener_.reset();
   class Silence final : public TransportSink {
     void on_accepted(EndpointId) override {}
     void on_message(EndpointId, const HotHeader&, const std::byte*) override {}
@@ -316,24 +343,30 @@ Result<std::shared_ptr<ExportedMemory>> UcxTransport::adopt(const std::byte* dat
   return std::shared_ptr<ExportedMemory>(std::move(memory));
 }
 
+bool UcxTransport::watch(int fd, std::uint64_t key) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = key;
+  return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
 Result<std::string> UcxTransport::listen() {
-  if (listener_ != nullptr) return listen_address_;
+  if (listener_) return listen_address_;
   SHARDPULL_RETURN_IF_ERROR(
       check_can_listen(own_, fmt::format("the {} transport of {}", name(), options_.self_name)));
-  ucp_listener_params_t params{};
-  params.field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER;
-  params.sockaddr = {own_.get(), own_.length};
-  params.conn_handler = {&UcxTransport::on_connection, this};
-  ucs_status_t status = ucx_.ucp_listener_create(worker_, &params, &listener_);
-  if (status != UCS_OK) {
-    listener_ = nullptr;
-    return ucx_error(ucx_, status, fmt::format("UCX cannot listen at {}", own_.to_string()));
+  UniqueFd fd(socket(own_.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const int on = 1;
+  SocketAddress bound;
+  bound.length = sizeof bound.storage;
+  if (!fd || setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
+      bind(fd.get(), own_.get(), own_.length) != 0 || ::listen(fd.get(), SOMAXCONN) != 0 ||
+      getsockname(fd.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.length) != 0 ||
+      !watch(fd.get(), kListenKey)) {
+    return host_error(fmt::format("the {} transport of {} cannot listen at {}: {}", name(),
+                                  options_.self_name, own_.to_string(), std::strerror(errno)));
   }
-  ucp_listener_attr_t attributes{};
-  attributes.field_mask = UCP_LISTENER_ATTR_FIELD_SOCKADDR;
-  status = ucx_.ucp_listener_query(listener_, &attributes);
-  if (status != UCS_OK) return ucx_error(ucx_, status, "UCX does not say where it listens");
-  listen_address_ = address_of(attributes.sockaddr).to_string();
+  listener_ = std::move(fd);
+  listen_address_ = bound.to_string();
   return listen_address_;
 }
 
@@ -350,31 +383,72 @@ Result<EndpointId> UcxTransport::connect(const std::string& address, std::int64_
         "host only; give each process an address that the others reach (--interface)",
         target.to_string(), own_.host()));
   }
-  ucp_ep_params_t params{};
-  params.field_mask = UCP_EP_PARAM_FIELD_SOCK_ADDR | UCP_EP_PARAM_FIELD_FLAGS;
-  params.flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER;
-  params.sockaddr = {target.get(), target.length};
-  SHARDPULL_ASSIGN_OR_RETURN(UcxEndpoint* const endpoint, add(address, /*accepted=*/false, params));
-  endpoint->deadline_ns = clock_.now_ns() + std::max<std::int64_t>(timeout_ns, kNanosPerMilli);
-  post_hello(*endpoint);
+  const auto failed = [&](int error) {
+    return Status(StatusCode::kUnavailable,
+                  fmt::format("nothing of ours answers at {}: {}", address, std::strerror(error)),
+                  {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .retryable = true});
+  };
+  const std::int64_t give_up_ns = clock_.now_ns() + std::max(timeout_ns, kNanosPerMilli);
+  UniqueFd fd(socket(target.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) {
+    return host_error(
+        fmt::format("no socket to connect to {}: {}; with too many open files, raise the "
+                    "limit with: ulimit -n",
+                    address, std::strerror(errno)));
+  }
+  if (::connect(fd.get(), target.get(), target.length) != 0 && errno != EINPROGRESS) return failed(errno);
+  pollfd ready{.fd = fd.get(), .events = POLLOUT, .revents = 0};
+  int got = 0;
+  do {
+    const std::int64_t left_ms = (give_up_ns - clock_.now_ns()) / kNanosPerMilli;
+    got = poll(&ready, 1, static_cast<int>(std::clamp<std::int64_t>(left_ms, 0, 1'000'000)));
+  } while (got < 0 && errno == EINTR);
+  int error = got == 0 ? ETIMEDOUT : 0;
+  socklen_t size = sizeof error;
+  if (got > 0) getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+  if (error != 0) return failed(error);
+  SHARDPULL_ASSIGN_OR_RETURN(UcxEndpoint* const endpoint, add(std::move(fd), address, /*accepted=*/false));
+  endpoint->deadline_ns = give_up_ns;
   return endpoint->id;
 }
 
-Result<UcxEndpoint*> UcxTransport::add(std::string peer, bool accepted, ucp_ep_params_t params) {
+Result<UcxEndpoint*> UcxTransport::add(UniqueFd socket, std::string peer, bool accepted) {
   if (last_endpoint_ == std::numeric_limits<EndpointId>::max()) {
     return Status(StatusCode::kResourceExhausted, "no endpoint number is left",
                   {.reason = Reason::kLimit, .fault = Fault::kLibrary});
   }
-  params.field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
-  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-  params.err_handler = {&UcxTransport::on_error, this};
+  // A host that is gone without a word is noticed, too.
+  const int on = 1, idle_s = 5, interval_s = 5, count = 3;
+  setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof interval_s);
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
+
   auto endpoint = std::make_unique<UcxEndpoint>(++last_endpoint_, std::move(peer), accepted);
-  const ucs_status_t status = ucx_.ucp_ep_create(worker_, &params, &endpoint->handle);
-  if (status != UCS_OK) {
-    return ucx_error(ucx_, status, fmt::format("no connection to {}", endpoint->peer), endpoint->peer);
+  do {
+    endpoint->own_key = random_nonzero_u64();
+  } while (by_key_.contains(endpoint->own_key));
+  // A new socket takes a hello at once.
+  const std::string& name = options_.self_name;
+  const auto frame = encode(UcxFrame{.kind = UcxFrameKind::kHello,
+                                     .token = options_.token,
+                                     .incarnation = options_.incarnation,
+                                     .read = endpoint->own_key,
+                                     .offset = name.size(),
+                                     .bytes = name.size() + worker_address_.size()});
+  std::vector<std::byte> hello(frame.begin(), frame.end());
+  const auto name_bytes = std::as_bytes(std::span(name));
+  hello.insert(hello.end(), name_bytes.begin(), name_bytes.end());
+  hello.insert(hello.end(), worker_address_.begin(), worker_address_.end());
+  const ssize_t sent = ::send(socket.get(), hello.data(), hello.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent != static_cast<ssize_t>(hello.size()) || !watch(socket.get(), endpoint->id)) {
+    return Status(StatusCode::kUnavailable,
+                  fmt::format("no connection to {}: {}", endpoint->peer, std::strerror(errno)),
+                  {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = endpoint->peer});
   }
+  endpoint->socket = std::move(socket);
   UcxEndpoint* const added = endpoint.get();
-  by_handle_[added->handle] = added->id;
+  by_key_[added->own_key] = added->id;
   endpoints_.emplace(added->id, std::move(endpoint));
   open_endpoints_.fetch_add(1, std::memory_order_relaxed);
   return added;
@@ -491,9 +565,18 @@ void UcxTransport::post(UcxEndpoint& endpoint, const std::array<std::byte, kHotH
   operation->data = std::move(data);
   operation->bytes = kUcxHeaderBytes + operation->data.size();
   endpoint.queued_bytes += operation->bytes;
+  if (endpoint.handle == nullptr) {
+    endpoint.unsent.push_back(operation);
+  } else {
+    pass_on(endpoint, operation);
+  }
+}
+
+void UcxTransport::pass_on(UcxEndpoint& endpoint, UcxOperation* operation) {
+  std::memcpy(operation->header.data(), &endpoint.peer_key, sizeof endpoint.peer_key);
   ucp_request_param_t param = param_of(operation);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
-  param.flags = UCP_AM_SEND_FLAG_REPLY | UCP_AM_SEND_FLAG_EAGER;
+  param.flags = UCP_AM_SEND_FLAG_EAGER;
   answered(operation,
            ucx_.ucp_am_send_nbx(endpoint.handle, kActiveMessage, operation->header.data(), kUcxHeaderBytes,
                                 operation->data.data(), operation->data.size(), &param));
@@ -503,12 +586,6 @@ void UcxTransport::post(UcxEndpoint& endpoint, UcxFrame frame, std::vector<std::
   frame.token = options_.token;
   frame.incarnation = options_.incarnation;
   post(endpoint, encode(frame), std::move(data));
-}
-
-void UcxTransport::post_hello(UcxEndpoint& endpoint) {
-  const auto* const name = reinterpret_cast<const std::byte*>(options_.self_name.data());
-  post(endpoint, {.kind = UcxFrameKind::kHello},
-       {name, name + options_.self_name.size()});
 }
 
 Status UcxTransport::send(EndpointId id, HotHeader header, const std::byte* payload, std::size_t length) {
@@ -664,12 +741,12 @@ void UcxTransport::pump_serves(UcxEndpoint& endpoint) {
                                                      .read = serve.read,
                                                      .offset = serve.sent,
                                                      .bytes = operation->bytes}));
+    std::memcpy(operation->header.data(), &endpoint.peer_key, sizeof endpoint.peer_key);
     const std::byte* const from = serve.block->data() + serve.offset + serve.sent;
     ucp_request_param_t param = param_of(operation);
     param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_MEMH;
     param.memh = serve.block->handle();
-    param.flags = UCP_AM_SEND_FLAG_REPLY |
-                  (operation->bytes <= kEagerReadBytes ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV);
+    param.flags = operation->bytes <= kEagerReadBytes ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
     ++endpoint.fragments;
     serve.sent += operation->bytes;
     if (serve.sent == serve.bytes) endpoint.serving.pop_front();
@@ -681,34 +758,116 @@ void UcxTransport::pump_serves(UcxEndpoint& endpoint) {
 
 // ---- what arrives ----
 
-void UcxTransport::on_connection(ucp_conn_request_h request, void* self) {
-  static_cast<UcxTransport*>(self)->take_connection(request);
+void UcxTransport::accept_peers() {
+  for (int i = 0; i < kAcceptsPerRound; ++i) {
+    SocketAddress from;
+    from.length = sizeof from.storage;
+    UniqueFd fd(accept4(listener_.get(), reinterpret_cast<sockaddr*>(&from.storage), &from.length,
+                        SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!fd) {
+      const int error = errno;
+      if (error == EINTR || error == ECONNABORTED) continue;
+      if (error == EAGAIN || error == EWOULDBLOCK) return;
+      // The connection stays in the backlog, and epoll would report it at once: look again a little later.
+      if (!told_out_of_descriptors_) {
+        told_out_of_descriptors_ = true;
+        log_warn("{}: cannot accept a connection: {}; raise the limit with: ulimit -n", options_.self_name,
+                 std::strerror(error));
+      }
+      epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr);
+      accept_again_ns_ = clock_.now_ns() + kAcceptPauseNs;
+      return;
+    }
+    const auto unproven = std::count_if(endpoints_.begin(), endpoints_.end(), [](const auto& entry) {
+      return entry.second->accepted && entry.second->incarnation == 0;
+    });
+    if (static_cast<std::size_t>(unproven) >= kMaxUnproven) continue;
+    const Result<UcxEndpoint*> endpoint = add(std::move(fd), from.to_string(), /*accepted=*/true);
+    if (!endpoint.ok()) {
+      log_warn("{}: {}", options_.self_name, endpoint.status().message());
+      continue;
+    }
+    (*endpoint)->deadline_ns = clock_.now_ns() + options_.hello_timeout_ns;
+    accepted_.push_back((*endpoint)->id);
+  }
 }
 
-void UcxTransport::take_connection(ucp_conn_request_h request) {
-  const auto unproven = std::count_if(endpoints_.begin(), endpoints_.end(), [](const auto& entry) {
-    return entry.second->accepted && entry.second->incarnation == 0;
-  });
-  if (static_cast<std::size_t>(unproven) >= kMaxUnproven) {
-    ucx_.ucp_listener_reject(listener_, request);
-    return;
+void UcxTransport::receive_greeting(UcxEndpoint& endpoint) {
+  std::array<std::byte, 4096> bytes;
+  for (;;) {
+    const ssize_t got = recv(endpoint.socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+    const int error = errno;
+    if (got < 0 && error == EINTR) continue;
+    if (got < 0 && (error == EAGAIN || error == EWOULDBLOCK)) return;
+    if (got <= 0) {
+      const std::string_view how = endpoint.handle != nullptr  ? "ended"
+                                   : endpoint.greeting.empty() ? "ended before a hello"
+                                                               : "ended within its hello";
+      note_failure(endpoint.id,
+                   Status(StatusCode::kUnavailable,
+                          fmt::format("the connection to {} {}{}{}", endpoint.peer, how, got < 0 ? ": " : "",
+                                      got < 0 ? std::strerror(error) : ""),
+                          {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = endpoint.peer}));
+      // It would be reported over and over.
+      epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, endpoint.socket.get(), nullptr);
+      return;
+    }
+    endpoint.greeting.insert(endpoint.greeting.end(), bytes.begin(), bytes.begin() + got);
+    if (Status taken = take_greeting(endpoint); !taken.ok()) {
+      note_failure(endpoint.id, std::move(taken));
+      epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, endpoint.socket.get(), nullptr);
+      return;
+    }
   }
-  ucp_conn_request_attr_t attributes{};
-  attributes.field_mask = UCP_CONN_REQUEST_ATTR_FIELD_CLIENT_ADDR;
-  std::string peer = "a peer";
-  if (ucx_.ucp_conn_request_query(request, &attributes) == UCS_OK)
-    peer = address_of(attributes.client_address).to_string();
+}
+
+Status UcxTransport::take_greeting(UcxEndpoint& endpoint) {
+  const std::vector<std::byte>& greeting = endpoint.greeting;
+  if (endpoint.handle != nullptr) return corrupt(endpoint.peer, "sent more than a hello");
+  // Foreign bytes are refused by their first four, before more of them are waited for.
+  if (greeting.size() < sizeof kUcxMagic ||
+      (is_ucx_frame(greeting.data()) && greeting.size() < kUcxFrameBytes)) {
+    return {};
+  }
+  const Result<UcxFrame> frame = decode_ucx_frame(greeting.data(), greeting.size());
+  if (!frame.ok()) return frame.status().with_context(endpoint.peer);
+  if (frame->kind != UcxFrameKind::kHello) return corrupt(endpoint.peer, "sent a frame before it said hello");
+  SHARDPULL_RETURN_IF_ERROR(check_sender(endpoint, frame->token, frame->incarnation));
+  if (frame->offset == 0 || frame->offset > kMaxUcxNameBytes || frame->bytes <= frame->offset ||
+      frame->bytes > kMaxUcxAddressBytes) {
+    return corrupt(endpoint.peer, fmt::format("said hello with a name of {} bytes in {} bytes of data",
+                                              frame->offset, frame->bytes));
+  }
+  const std::size_t whole = kUcxFrameBytes + static_cast<std::size_t>(frame->bytes);
+  if (greeting.size() < whole) return {};
+  if (greeting.size() > whole) return corrupt(endpoint.peer, "sent more than a hello");
+  return take_hello(endpoint, *frame, std::span(greeting).subspan(kUcxFrameBytes));
+}
+
+Status UcxTransport::take_hello(UcxEndpoint& endpoint, const UcxFrame& frame,
+                                std::span<const std::byte> data) {
+  const std::string_view name(reinterpret_cast<const char*>(data.data()), frame.offset);
+  endpoint.peer = fmt::format("{} ({})", printable(name), endpoint.peer);
+  endpoint.regions = PeerRegions<UcxRemoteRegion>(endpoint.peer);
+  endpoint.incarnation = frame.incarnation;
+  endpoint.peer_key = frame.read;
   ucp_ep_params_t params{};
-  params.field_mask = UCP_EP_PARAM_FIELD_CONN_REQUEST;
-  params.conn_request = request;
-  Result<UcxEndpoint*> endpoint = add(std::move(peer), /*accepted=*/true, params);
-  if (!endpoint.ok()) {
-    log_warn("{}: {}", options_.self_name, endpoint.status().message());
-    return;
+  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                      UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.address = reinterpret_cast<const ucp_address_t*>(data.data() + frame.offset);
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler = {&UcxTransport::on_error, this};
+  const ucs_status_t status = ucx_.ucp_ep_create(worker_, &params, &endpoint.handle);
+  if (status != UCS_OK) {
+    endpoint.handle = nullptr;
+    return ucx_error(ucx_, status, fmt::format("UCX finds no way to {}", endpoint.peer), endpoint.peer);
   }
-  (*endpoint)->deadline_ns = clock_.now_ns() + options_.hello_timeout_ns;
-  post_hello(**endpoint);
-  accepted_.push_back((*endpoint)->id);
+  by_handle_[endpoint.handle] = endpoint.id;
+  if (endpoint.state == UcxEndpoint::State::kOpen) endpoint.deadline_ns = 0;  // it has proven itself
+  endpoint.greeting.clear();
+  for (UcxOperation* const operation : std::exchange(endpoint.unsent, {})) pass_on(endpoint, operation);
+  greeted_.push_back(endpoint.id);
+  return {};
 }
 
 void UcxTransport::on_error(void* self, ucp_ep_h handle, ucs_status_t status) {
@@ -717,13 +876,9 @@ void UcxTransport::on_error(void* self, ucp_ep_h handle, ucs_status_t status) {
   if (found == transport.by_handle_.end()) return;
   UcxEndpoint* const endpoint = transport.find(found->second);
   if (endpoint == nullptr) return;
-  const bool proven = endpoint->incarnation != 0;
   transport.note_failure(
-      endpoint->id,
-      ucx_error(transport.ucx_, status,
-                proven || endpoint->accepted ? fmt::format("the connection to {} was lost", endpoint->peer)
-                                             : fmt::format("nothing of ours answers at {}", endpoint->peer),
-                endpoint->peer));
+      endpoint->id, ucx_error(transport.ucx_, status,
+                              fmt::format("the connection to {} was lost", endpoint->peer), endpoint->peer));
 }
 
 void UcxTransport::note_failure(EndpointId endpoint, Status why) {
@@ -738,21 +893,19 @@ ucs_status_t UcxTransport::on_active_message(void* self, const void* header, std
 
 ucs_status_t UcxTransport::take_active_message(const void* header, std::size_t header_length, void* data,
                                                std::size_t length, const ucp_am_recv_param_t& param) {
-  if ((param.recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP) == 0) return UCS_OK;
-  const auto found = by_handle_.find(param.reply_ep);
-  UcxEndpoint* const endpoint = found == by_handle_.end() ? nullptr : find(found->second);
+  // Who sends without a key of ours is nobody's peer.
+  if (header_length != kUcxHeaderBytes) return UCS_OK;
+  std::uint64_t key = 0;
+  std::memcpy(&key, header, sizeof key);
+  const auto found = by_key_.find(key);
+  UcxEndpoint* const endpoint = found == by_key_.end() ? nullptr : find(found->second);
   if (endpoint == nullptr || endpoint->state == UcxEndpoint::State::kEnding) return UCS_OK;
   const bool rendezvous = (param.recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
-  if (header_length != kUcxHeaderBytes) {
-    note_failure(endpoint->id, corrupt(endpoint->peer, fmt::format("sent a header of {} bytes, not {}",
-                                                                   header_length, kUcxHeaderBytes)));
-    return UCS_OK;
-  }
+  const auto* const bytes_of_header = static_cast<const std::byte*>(header);
   UcxIncoming incoming;
   incoming.endpoint = endpoint->id;
-  std::memcpy(&incoming.order, header, sizeof incoming.order);
-  std::memcpy(incoming.header.data(), static_cast<const std::byte*>(header) + sizeof incoming.order,
-              kHotHeaderBytes);
+  std::memcpy(&incoming.order, bytes_of_header + sizeof key, sizeof incoming.order);
+  std::memcpy(incoming.header.data(), bytes_of_header + 2 * sizeof key, kHotHeaderBytes);
   if (is_ucx_frame(incoming.header.data())) {
     const Result<UcxFrame> frame = decode_ucx_frame(incoming.header.data(), incoming.header.size());
     if (!frame.ok()) {
@@ -831,35 +984,36 @@ Status UcxTransport::check_sender(const UcxEndpoint& endpoint, FleetToken token,
 }
 
 void UcxTransport::take_in_order(UcxIncoming incoming, TransportSink& sink) {
-  UcxEndpoint* endpoint = find(incoming.endpoint);
+  UcxEndpoint* const endpoint = find(incoming.endpoint);
   if (endpoint == nullptr || endpoint->state == UcxEndpoint::State::kEnding) return;
-  if (incoming.order != endpoint->next_in) {
-    endpoint->early_bytes += kUcxHeaderBytes + incoming.data.size();
-    const bool again = incoming.order < endpoint->next_in || endpoint->early.contains(incoming.order);
-    if (again || endpoint->early_bytes > kMaxEarlyBytes) {
-      refuse(*endpoint, corrupt(endpoint->peer, fmt::format("sent message {} when message {} was next",
-                                                            incoming.order, endpoint->next_in)));
-      return;
-    }
-    endpoint->early.emplace(incoming.order, std::move(incoming));
+  endpoint->early_bytes += kUcxHeaderBytes + incoming.data.size();
+  const bool again = incoming.order < endpoint->next_in || endpoint->early.contains(incoming.order);
+  if (again || endpoint->early_bytes > kMaxEarlyBytes) {
+    refuse(*endpoint, corrupt(endpoint->peer, fmt::format("sent message {} when message {} was next",
+                                                          incoming.order, endpoint->next_in)));
     return;
   }
   const EndpointId id = endpoint->id;
+  const bool known = endpoint->incarnation != 0;
+  endpoint->early.emplace(incoming.order, std::move(incoming));
+  if (known) take_early(id, sink);
+}
+
+void UcxTransport::take_early(EndpointId id, TransportSink& sink) {
   for (;;) {
-    ++endpoint->next_in;
-    Status taken = take(*endpoint, incoming, sink);
     // A callback may have closed it meanwhile.
-    endpoint = find(id);
+    UcxEndpoint* const endpoint = find(id);
     if (endpoint == nullptr || endpoint->state == UcxEndpoint::State::kEnding) return;
-    if (!taken.ok()) {
-      if (endpoint->state == UcxEndpoint::State::kOpen) refuse(*endpoint, taken);
-      return;
-    }
     const auto next = endpoint->early.find(endpoint->next_in);
     if (next == endpoint->early.end()) return;
-    incoming = std::move(next->second);
-    endpoint->early_bytes -= kUcxHeaderBytes + incoming.data.size();
+    const UcxIncoming incoming = std::move(next->second);
     endpoint->early.erase(next);
+    endpoint->early_bytes -= kUcxHeaderBytes + incoming.data.size();
+    ++endpoint->next_in;
+    Status taken = take(*endpoint, incoming, sink);
+    if (taken.ok()) continue;
+    if (UcxEndpoint* const left = find_open(id); left != nullptr) refuse(*left, taken);
+    return;
   }
 }
 
@@ -869,16 +1023,11 @@ Status UcxTransport::take(UcxEndpoint& endpoint, const UcxIncoming& incoming, Tr
     SHARDPULL_ASSIGN_OR_RETURN(const UcxFrame frame,
                                decode_ucx_frame(incoming.header.data(), incoming.header.size()));
     SHARDPULL_RETURN_IF_ERROR(check_sender(endpoint, frame.token, frame.incarnation));
-    if ((frame.kind == UcxFrameKind::kHello) != (endpoint.incarnation == 0)) {
-      return corrupt(endpoint.peer,
-                     endpoint.incarnation == 0 ? "sent a frame before it said hello" : "said hello twice");
-    }
     if (frame.kind == UcxFrameKind::kBye) {
       end(endpoint, Status(StatusCode::kUnavailable, fmt::format("{} closed the connection", endpoint.peer),
                            {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = endpoint.peer}));
       return {};
     }
-    if (frame.kind == UcxFrameKind::kHello) return take_hello(endpoint, frame, incoming.data);
     if (!open) return {};
     switch (frame.kind) {
       case UcxFrameKind::kGrant:
@@ -890,12 +1039,11 @@ Status UcxTransport::take(UcxEndpoint& endpoint, const UcxIncoming& incoming, Tr
       case UcxFrameKind::kRefused:
         return take_refused(endpoint, frame, incoming.data);
       default:
-        return {};
+        return corrupt(endpoint.peer, "said hello twice");
     }
   }
   SHARDPULL_ASSIGN_OR_RETURN(const HotHeader header,
                              decode_hot_header(incoming.header.data(), incoming.header.size()));
-  if (endpoint.incarnation == 0) return corrupt(endpoint.peer, "sent a message before it said hello");
   SHARDPULL_RETURN_IF_ERROR(check_sender(endpoint, header.token, header.incarnation));
   if (header.length != incoming.data.size()) {
     return corrupt(endpoint.peer, fmt::format("sent a {} message that announces {} bytes and has {}",
@@ -914,28 +1062,15 @@ Status UcxTransport::take(UcxEndpoint& endpoint, const UcxIncoming& incoming, Tr
   return {};
 }
 
-Status UcxTransport::take_hello(UcxEndpoint& endpoint, const UcxFrame& frame,
-                                const std::vector<std::byte>& data) {
-  if (data.empty() || data.size() > kMaxUcxNameBytes) {
-    return corrupt(endpoint.peer, fmt::format("has a name of {} bytes", data.size()));
-  }
-  const std::string_view name(reinterpret_cast<const char*>(data.data()), data.size());
-  endpoint.peer = fmt::format("{} ({})", printable(name), endpoint.peer);
-  endpoint.regions = PeerRegions<UcxRemoteRegion>(endpoint.peer);
-  endpoint.incarnation = frame.incarnation;
-  const bool open = endpoint.state == UcxEndpoint::State::kOpen;
-  endpoint.one_sided =
-      options_.reads == UcxOptions::Reads::kGets ||
-      (options_.reads == UcxOptions::Reads::kAuto && open && has_rdma_lane(ucx_, endpoint.handle));
-  if (open) endpoint.deadline_ns = 0;  // it has proven itself
-  return {};
-}
-
 Status UcxTransport::take_grant(UcxEndpoint& endpoint, const UcxFrame& frame,
                                 const std::vector<std::byte>& data) {
   std::uint64_t address = 0;
   if (data.size() <= sizeof address) return corrupt(endpoint.peer, "granted a region without its key");
-  if (!endpoint.one_sided) {
+  // Its lanes are known by now.
+  const bool one_sided = options_.reads == UcxOptions::Reads::kGets ||
+                         (options_.reads == UcxOptions::Reads::kAuto && options_.transports != "tcp" &&
+                          has_rdma_lane(ucx_, endpoint.handle));
+  if (!one_sided) {
     return endpoint.regions.grant(frame.region, frame.generation,
                                   std::make_shared<const UcxRemoteRegion>(ucx_, frame.bytes, 0, nullptr));
   }
@@ -1026,6 +1161,13 @@ void UcxTransport::refuse(UcxEndpoint& endpoint, const Status& why) {
 }
 
 void UcxTransport::let_go(UcxEndpoint& endpoint) {
+  by_key_.erase(endpoint.own_key);
+  endpoint.socket.reset();  // which also tells the peer
+  for (UcxOperation* const operation : std::exchange(endpoint.unsent, {})) finished(operation, UCS_OK);
+  if (endpoint.handle == nullptr) {
+    endpoint.let_go = true;
+    return;
+  }
   by_handle_.erase(endpoint.handle);
   UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kClose);
   ucp_request_param_t param = param_of(operation);
@@ -1090,6 +1232,10 @@ void UcxTransport::report_closed(TransportSink& sink) {
 
 void UcxTransport::run_timers() {
   const std::int64_t now_ns = clock_.now_ns();
+  if (accept_again_ns_ != 0 && now_ns >= accept_again_ns_) {
+    accept_again_ns_ = 0;
+    if (listener_) watch(listener_.get(), kListenKey);
+  }
   for (auto& [id, endpoint] : endpoints_) {
     if (endpoint->deadline_ns == 0 || now_ns < endpoint->deadline_ns) continue;
     if (endpoint->state == UcxEndpoint::State::kLingering) {
@@ -1122,7 +1268,7 @@ void UcxTransport::drive() {
 }
 
 std::int64_t UcxTransport::next_timer_ns() const {
-  std::int64_t next = kNever;
+  std::int64_t next = accept_again_ns_ != 0 ? accept_again_ns_ : kNever;
   for (const auto& [id, endpoint] : endpoints_) {
     if (endpoint->deadline_ns != 0) next = std::min(next, endpoint->deadline_ns);
   }
@@ -1130,36 +1276,52 @@ std::int64_t UcxTransport::next_timer_ns() const {
 }
 
 Status UcxTransport::wait(std::int64_t timeout_ns) {
-  const ucs_status_t armed = ucx_.ucp_worker_arm(worker_);
-  if (armed == UCS_ERR_BUSY) return {};  // something came meanwhile
-  if (armed != UCS_OK) return ucx_error(ucx_, armed, "UCX cannot wait");
   std::int64_t wait_ns = std::max<std::int64_t>(0, timeout_ns);
-  if (const std::int64_t timer_ns = next_timer_ns(); timer_ns != kNever) {
+  if (work_waits()) {
+    wait_ns = 0;
+  } else if (const ucs_status_t armed = ucx_.ucp_worker_arm(worker_); armed == UCS_ERR_BUSY) {
+    wait_ns = 0;  // something came meanwhile
+  } else if (armed != UCS_OK) {
+    return ucx_error(ucx_, armed, "UCX cannot wait");
+  }
+  if (const std::int64_t timer_ns = next_timer_ns(); wait_ns > 0 && timer_ns != kNever) {
     wait_ns = std::min(wait_ns, std::max<std::int64_t>(0, timer_ns - clock_.now_ns()));
   }
-  std::array<pollfd, 2> events{{{.fd = event_fd_, .events = POLLIN, .revents = 0},
-                                {.fd = context_->wake_fd.get(), .events = POLLIN, .revents = 0}}};
+  std::array<epoll_event, kEventsPerRound> events;
   const timespec limit{.tv_sec = wait_ns / kNanosPerSecond, .tv_nsec = wait_ns % kNanosPerSecond};
-  if (ppoll(events.data(), events.size(), &limit, nullptr) < 0 && errno != EINTR) {
-    return Status(StatusCode::kInternal, fmt::format("poll: {}", std::strerror(errno)),
+  int count = epoll_pwait2(epoll_.get(), events.data(), kEventsPerRound, &limit, nullptr);
+  if (count < 0 && errno == ENOSYS) {  // a kernel before 5.11 waits in milliseconds
+    const std::int64_t wait_ms = (wait_ns + kNanosPerMilli - 1) / kNanosPerMilli;
+    count = epoll_wait(epoll_.get(), events.data(), kEventsPerRound,
+                       static_cast<int>(std::min<std::int64_t>(wait_ms, 1'000'000)));
+  }
+  if (count < 0 && errno != EINTR) {
+    return Status(StatusCode::kInternal, fmt::format("epoll: {}", std::strerror(errno)),
                   {.reason = Reason::kHost, .fault = Fault::kHost});
   }
-  if (events[1].revents != 0) {
-    std::uint64_t ignored = 0;
-    [[maybe_unused]] const ssize_t got = ::read(context_->wake_fd.get(), &ignored, sizeof ignored);
+  for (int i = 0; i < count; ++i) {
+    const std::uint64_t key = events[static_cast<std::size_t>(i)].data.u64;
+    if (key == kWakeKey) {
+      std::uint64_t ignored = 0;
+      [[maybe_unused]] const ssize_t got = ::read(context_->wake_fd.get(), &ignored, sizeof ignored);
+    } else if (key == kListenKey) {
+      accept_peers();
+    } else if (key != kWorkerKey) {
+      UcxEndpoint* const endpoint = find(static_cast<EndpointId>(key));
+      if (endpoint != nullptr && endpoint->socket) receive_greeting(*endpoint);
+    }
   }
   return {};
 }
 
 Status UcxTransport::progress(std::int64_t timeout_ns, TransportSink& sink) {
   drive();
-  if (!work_waits()) {
-    SHARDPULL_RETURN_IF_ERROR(wait(timeout_ns));
-    drive();
-  }
+  SHARDPULL_RETURN_IF_ERROR(wait(timeout_ns));
+  drive();
   for (const EndpointId id : std::exchange(accepted_, {})) {
     if (find_open(id) != nullptr) sink.on_accepted(id);
   }
+  for (const EndpointId id : std::exchange(greeted_, {})) take_early(id, sink);
   for (UcxIncoming& incoming : std::exchange(inbox_, {})) take_in_order(std::move(incoming), sink);
   take_failures();
   retire_freed_regions();
@@ -1193,10 +1355,10 @@ Result<std::string> interface_of(const SocketAddress& address) {
   std::string found;
   for (const ifaddrs* one = list; one != nullptr; one = one->ifa_next) {
     if (one->ifa_addr == nullptr || one->ifa_addr->sa_family != address.family()) continue;
-    sockaddr_storage storage{};
-    std::memcpy(&storage, one->ifa_addr,
-                address.family() == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in));
-    if (address_of(storage).host() == address.host()) {
+    SocketAddress its;
+    its.length = address.family() == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
+    std::memcpy(&its.storage, one->ifa_addr, its.length);
+    if (its.host() == address.host()) {
       found = one->ifa_name;
       break;
     }
@@ -1253,9 +1415,10 @@ Result<std::unique_ptr<Transport>> make_ucx_transport(UcxOptions options) {
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_MT_WORKERS_SHARED;
   params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
-  // Over TCP UCX would serve gets and puts to any address by messages. Nobody needs that; and an owner is ended by
-  // an assertion when a reader dies with such gets under way.
-  if (options.transports != "tcp" || options.reads == UcxOptions::Reads::kGets) params.features |= UCP_FEATURE_RMA;
+  // Over TCP UCX would serve gets and puts to any address by messages. Nobody needs that; and an owner is
+  // ended by an assertion when a reader dies with such gets under way.
+  if (options.transports != "tcp" || options.reads == UcxOptions::Reads::kGets)
+    params.features |= UCP_FEATURE_RMA;
   params.mt_workers_shared = 1;  // memory is registered from any thread
   ucp_context_h handle = nullptr;
   status = ucx->ucp_init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &handle);

@@ -1,22 +1,23 @@
 // The transport between hosts: messages and memory travel over UCX, by TCP or by whatever else UCX finds.
 //
-// An endpoint is a UCX endpoint made through a socket address, with peer error handling. Everything on it is
-// an active message with a header of 72 bytes and perhaps data:
+// Peers meet on a TCP socket of ours. Each says hello there (ucx_frame.h): its token, name, UCX worker's
+// address, and a key which it wants to see before each of the peer's messages. After that the socket only
+// tells that the peer lives; everything else travels over a UCX endpoint with peer error handling, as active
+// messages with a header of 80 bytes and perhaps data:
 //
-//    message   u64 order, hot header (hot_wire.h)   data: the payload
-//    frame     u64 order, frame (ucx_frame.h)       data: by kind; hello, grant, retire, read, read refused,
-//    bye data      u64 0,     frame of kind data        data: bytes of a read, straight into where they
-//    belong
+//    message   u64 key, u64 order, hot header (hot_wire.h)   data: the payload
+//    frame     u64 key, u64 order, frame (ucx_frame.h)       data: by kind
+//    data      u64 key, u64 0, frame of kind data            data: bytes of a read, for where they belong
 //
 // UCX promises no order between active messages; messages and frames are put back into the order they were
-// sent in. Data has none and needs none. A peer's first frame is a hello; a bye is its last, so that what was
-// sent before a close is not lost with the connection. Every header carries the fleet's token and the
-// incarnation of the first one. Anything else closes the endpoint, is logged once per peer, and disturbs
-// nothing else.
+// sent in. Data has none and needs none. A bye is a peer's last frame, so that what was sent before a close
+// is not lost with the connection. Every header carries the fleet's token and the incarnation of the hello.
+// Anything else closes the endpoint, is logged once per peer, and disturbs nothing else. UCX sees nothing of
+// a peer before its token was right.
 //
 // A read asks its owner, who checks the window against what it granted and sends fragments straight from its
-// memory, a few at a time; UCX's rendezvous moves them into the reader's memory. Where both sides have RDMA
-// the reader fetches them one-sidedly.
+// memory, a few at a time; UCX's rendezvous moves them into the reader's memory. Where UCX connected them by
+// RDMA the reader fetches them one-sidedly.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +33,8 @@ struct UcxOptions {
   FleetToken token = 0;
   Incarnation incarnation = 0;  // this process's
   std::string self_name;        // "worker-3": what peers call this process in errors; 64 bytes at most
-  std::string transports =
-      "tcp";  // "tcp" is TCP alone; empty is whatever UCX finds; else a list as in UCX_TLS
+  // "tcp" is TCP alone; empty is whatever UCX finds; else a list as in UCX_TLS.
+  std::string transports = "tcp";
   // This process's own address: what it listens at, and with "tcp" and no `interface`, whose interface it
   // uses for everything. A name is resolved. A wildcard is refused: peers are told this address.
   std::string host = "127.0.0.1";
@@ -42,28 +43,28 @@ struct UcxOptions {
   enum class Reads {
     kAuto,  // one-sided where UCX connected by RDMA
     kSent,  // the owner sends
-    // One-sided always. For tests: without RDMA it is slow, and UCX ends an owner whose reader dies meanwhile.
+    // One-sided always. For tests: without RDMA it is slow, and UCX ends an owner whose reader dies
+    // meanwhile.
     kGets,
   };
   Reads reads = Reads::kAuto;
   std::uint64_t fragment_bytes = 4u << 20;  // of a read, at a time
   std::uint32_t fragments_in_flight = 4;    // per endpoint
-  std::uint64_t max_queued_bytes =
-      64u << 20;  // of messages a peer has not taken yet; with more its endpoint is ended
-  std::int64_t hello_timeout_ns =
-      10 * kNanosPerSecond;  // an accepted peer that sent no valid message for so long is closed
-  std::int64_t close_timeout_ns =
-      2 * kNanosPerSecond;  // how long queued messages may take to leave a closed endpoint
+  // Of messages a peer has not taken yet; with more its endpoint is ended.
+  std::uint64_t max_queued_bytes = 64u << 20;
+  // An accepted peer that sent no valid message for so long is closed.
+  std::int64_t hello_timeout_ns = 10 * kNanosPerSecond;
+  // How long queued messages may take to leave a closed endpoint.
+  std::int64_t close_timeout_ns = 2 * kNanosPerSecond;
 };
 
 // Makes the transport. Loads UCX on the first call, so that processes which do without it do not have it:
 // UNAVAILABLE names what is missing, UNIMPLEMENTED says that this build was made without it. UCX's log lines
-// go to ours, at level debug; its signal handlers are not installed. UCX keeps a thread of its own per
-// process, which only accepts connections.
+// go to ours, at level debug; its signal handlers are not installed.
 //
-// Addresses are "host:port" or "[host]:port". connect() returns at once; a peer that cannot be reached or
-// does not answer within the time is reported by on_closed. Paths are not mapped: can_map() is false. Large
-// reads are reported in any order.
+// Addresses are "host:port" or "[host]:port". connect() waits for the peer's kernel; a peer that is none of
+// ours or does not say hello within the time is reported by on_closed. Paths are not mapped: can_map() is
+// false. Reads are reported in any order.
 //
 // The destructor sends what is queued (bounded), ends reads without reporting them, and does not return
 // before UCX has let go of their memory. Exported memory outlives it.

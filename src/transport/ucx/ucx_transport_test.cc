@@ -1,0 +1,603 @@
+#include "transport/ucx/ucx_transport.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include "base/host_port.h"
+#include "base/unique_fd.h"
+#include "transport/transport_testing.h"
+#include "transport/ucx/ucx_frame.h"
+
+namespace shardpull {
+namespace {
+
+using transport_testing::coded_byte;
+using transport_testing::entries_of;
+using transport_testing::Event;
+using transport_testing::kToken;
+using transport_testing::pattern;
+using transport_testing::pull;
+using transport_testing::pump;
+using transport_testing::Side;
+
+UcxOptions options_of(const std::string& name, Incarnation incarnation) {
+  UcxOptions options;
+  options.token = kToken;
+  options.incarnation = incarnation;
+  options.self_name = name;
+  return options;
+}
+
+class UcxTransportTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (const Result<std::string> ucx = describe_ucx(); !ucx.ok()) GTEST_SKIP() << ucx.status().message();
+    set_log_level(LogLevel::kError);  // warnings about strangers are expected
+  }
+  void TearDown() override { set_log_level(LogLevel::kWarn); }
+};
+
+// What is written to standard error while it lives.
+class Stderr {
+ public:
+  Stderr() { testing::internal::CaptureStderr(); }
+  ~Stderr() {
+    if (!taken_) testing::internal::GetCapturedStderr();
+  }
+  std::string take() {
+    taken_ = true;
+    return testing::internal::GetCapturedStderr();
+  }
+
+ private:
+  bool taken_ = false;
+};
+
+// Connects `from` to whoever listens at `address` and waits for the first message back or the end.
+EndpointId introduce(Side& from, const std::string& address) {
+  const Result<EndpointId> endpoint = from.transport->connect(address, 10 * kNanosPerSecond);
+  EXPECT_TRUE(endpoint.ok()) << endpoint.status().to_string();
+  if (!endpoint.ok()) return 0;
+  EXPECT_TRUE(from.transport->send(*endpoint, {.type = HotType::kHello}, nullptr, 0).ok());
+  return *endpoint;
+}
+
+// A process of its own, which listens, and grants a region of position-coded bytes to whoever says hello.
+constexpr std::uint64_t kChildBytes = 64u << 20;
+
+class Child {
+ public:
+  explicit Child(std::uint16_t port, Incarnation incarnation) {
+    int pipes[2];
+    EXPECT_EQ(pipe(pipes), 0);
+    const std::string out = std::to_string(pipes[1]), at = std::to_string(port),
+                      life = std::to_string(incarnation);
+    pid_ = fork();
+    if (pid_ == 0) {
+      setenv("SHARDPULL_TEST_CHILD", fmt::format("{} {} {}", out, at, life).c_str(), 1);
+      execl("/proc/self/exe", "ucx_child", "--gtest_also_run_disabled_tests", "--gtest_brief=1",
+            "--gtest_output=", "--gtest_filter=UcxChild.DISABLED_Serves", nullptr);
+      _exit(127);
+    }
+    ::close(pipes[1]);
+    UniqueFd in(pipes[0]);
+    pollfd ready{.fd = in.get(), .events = POLLIN, .revents = 0};
+    EXPECT_EQ(poll(&ready, 1, 60'000), 1);
+    std::array<char, 128> text{};
+    const ssize_t got = ::read(in.get(), text.data(), text.size() - 1);
+    if (got > 0) address_.assign(text.data(), static_cast<std::size_t>(got));
+    EXPECT_FALSE(address_.empty());
+  }
+  ~Child() { kill_it(); }
+  void kill_it() {
+    if (pid_ <= 0) return;
+    EXPECT_EQ(kill(pid_, SIGKILL), 0);
+    EXPECT_EQ(waitpid(pid_, nullptr, 0), pid_);
+    pid_ = 0;
+  }
+  void stop() { EXPECT_EQ(kill(pid_, SIGSTOP), 0); }
+  const std::string& address() const { return address_; }
+
+ private:
+  pid_t pid_ = 0;
+  std::string address_;
+};
+
+// Not a test: what a Child runs.
+TEST(UcxChild, DISABLED_Serves) {
+  const char* const task = std::getenv("SHARDPULL_TEST_CHILD");
+  if (task == nullptr) GTEST_SKIP() << "only as a child of the tests below";
+  int out = -1;
+  unsigned port = 0;
+  unsigned long long incarnation = 0;
+  ASSERT_EQ(std::sscanf(task, "%d %u %llu", &out, &port, &incarnation), 3);
+  UcxOptions options = options_of("trainer-0", incarnation);
+  options.port = static_cast<std::uint16_t>(port);
+  Side side(make_ucx_transport(options));
+  const auto memory = *side.transport->allocate(kChildBytes, "weights");
+  for (std::uint64_t i = 0; i < kChildBytes; ++i) memory->ref().address[i] = coded_byte(i);
+  side.on_message_hook = [&](EndpointId endpoint, const HotHeader&) {
+    HotHeader reply;
+    reply.type = HotType::kReady;
+    reply.target = memory->ref().region;
+    reply.seq = memory->ref().generation;
+    side.transport->grant(endpoint, memory).ignore();
+    side.transport->send(endpoint, reply, nullptr, 0).ignore();
+  };
+  const Result<std::string> address = side.transport->listen();
+  ASSERT_TRUE(address.ok()) << address.status().to_string();
+  ASSERT_EQ(write(out, address->data(), address->size()), static_cast<ssize_t>(address->size()));
+  // Until it is killed; at most as long as any test may take.
+  const std::int64_t start_ns = SystemClock::instance().now_ns();
+  while (SystemClock::instance().now_ns() - start_ns < 120 * kNanosPerSecond &&
+         side.transport->progress(kNanosPerSecond, side).ok()) {
+  }
+}
+
+// Goal: between two processes: a read of what the other one wrote; then its death is noticed at once, reads
+// under way fail before the end is reported, exactly once; nothing is printed; its successor at the same
+// address is reached.
+TEST_F(UcxTransportTest, NoticesAKilledPeerAndReachesItsSuccessor) {
+  std::optional<Child> child(std::in_place, 0, 100);
+  Stderr printed;
+  Side side(make_ucx_transport(options_of("worker-0", 5)));
+  EndpointId endpoint = introduce(side, child->address());
+  ASSERT_TRUE(pump({&side}, [&] { return side.count(Event::kMessage) == 1; }));
+  const HotHeader reply = side.last(Event::kMessage).header;
+  EXPECT_EQ(reply.incarnation, 100u);
+  const RemoteRef odd{
+      .region = reply.target, .generation = reply.seq, .offset = 12'345, .bytes = (10u << 20) + 3};
+  std::vector<std::byte> landed(odd.bytes);
+  side.transport->read(endpoint, odd, landed.data(), 1);
+  ASSERT_TRUE(pump({&side}, [&] { return side.count(Event::kRead) == 1; }));
+  ASSERT_TRUE(side.last(Event::kRead).status.ok()) << side.last(Event::kRead).status.to_string();
+  for (std::uint64_t i = 0; i < odd.bytes; ++i) ASSERT_EQ(landed[i], coded_byte(odd.offset + i)) << i;
+
+  std::vector<std::byte> whole(kChildBytes);
+  child->stop();  // so that reads are under way for certain
+  for (ReadToken token = 2; token < 10; ++token) {
+    side.transport->read(endpoint, {reply.target, reply.seq, 0, kChildBytes}, whole.data(), token);
+  }
+  ASSERT_TRUE(side.transport->progress(kNanosPerMilli, side).ok());
+  child->kill_it();
+  const std::int64_t killed_ns = SystemClock::instance().now_ns();
+  ASSERT_TRUE(pump({&side}, [&] { return side.count(Event::kClosed) == 1; }));
+  EXPECT_LT(SystemClock::instance().now_ns() - killed_ns, kNanosPerSecond);
+  EXPECT_EQ(side.count(Event::kRead), 9u);
+  EXPECT_EQ(side.events.back().kind, Event::kClosed);
+  const Status why = side.last(Event::kClosed).status;
+  EXPECT_EQ(why.code(), StatusCode::kUnavailable) << why.to_string();
+  EXPECT_EQ(why.info().reason, Reason::kPeerLost);
+  EXPECT_NE(why.message().find("trainer-0"), std::string::npos) << why.message();
+  EXPECT_FALSE(side.last(Event::kRead).status.ok());
+  EXPECT_EQ(side.transport->send(endpoint, pull(1), nullptr, 0).code(), StatusCode::kUnavailable);
+
+  const std::uint16_t port = parse_host_port(child->address(), "the child")->port;
+  child.emplace(port, 101);
+  endpoint = introduce(side, child->address());
+  ASSERT_TRUE(pump({&side}, [&] { return side.count(Event::kMessage) == 2; }));
+  EXPECT_EQ(side.last(Event::kMessage).header.incarnation, 101u);
+  EXPECT_EQ(side.count(Event::kClosed), 1u);
+  side.transport.reset();
+  EXPECT_EQ(printed.take(), "");
+}
+
+// Goal: an owner outlives a reader that is killed while it is being served, and serves the next one.
+TEST_F(UcxTransportTest, OwnersOutliveTheirReaders) {
+  Side owner(make_ucx_transport(options_of("trainer-0", 1)));
+  const auto memory = *owner.transport->allocate(kChildBytes, "weights");
+  const std::string address = *owner.transport->listen();
+  for (int life = 0; life < 3; ++life) {
+    Side reader(make_ucx_transport(options_of("worker-0", 10 + static_cast<Incarnation>(life))));
+    const EndpointId endpoint = introduce(reader, address);
+    ASSERT_TRUE(pump({&owner, &reader},
+                     [&] { return owner.count(Event::kMessage) == static_cast<std::size_t>(life) + 1; }));
+    const EndpointId back = owner.last(Event::kMessage).endpoint;
+    ASSERT_TRUE(owner.transport->grant(back, memory).ok());
+    ASSERT_TRUE(owner.transport->send(back, pull(1), nullptr, 0).ok());
+    ASSERT_TRUE(pump({&owner, &reader}, [&] { return reader.count(Event::kMessage) == 1; }));
+    std::vector<std::byte> landed(kChildBytes);
+    for (ReadToken token = 0; token < 4; ++token) {
+      reader.transport->read(endpoint, {memory->ref().region, memory->ref().generation, 0, kChildBytes},
+                             landed.data(), token);
+    }
+    for (int i = 0; i < 2 + life; ++i) {
+      ASSERT_TRUE(reader.transport->progress(0, reader).ok());
+      ASSERT_TRUE(owner.transport->progress(0, owner).ok());
+    }
+    reader.transport.reset();
+    ASSERT_TRUE(
+        pump({&owner}, [&] { return owner.count(Event::kClosed) == static_cast<std::size_t>(life) + 1; }));
+  }
+  EXPECT_EQ(owner.transport->counters().endpoints, 0u);
+}
+
+// Goal: a peer of another fleet, or of another life on one connection, is refused by name; others are not
+// disturbed.
+TEST_F(UcxTransportTest, RefusesOtherFleets) {
+  Side ours(make_ucx_transport(options_of("trainer-0", 1)));
+  UcxOptions options = options_of("worker-9", 2);
+  options.token = kToken + 1;
+  Side theirs(make_ucx_transport(options));
+  Side friendly(make_ucx_transport(options_of("worker-0", 3)));
+  const std::string address = *ours.transport->listen();
+  introduce(friendly, address);
+  introduce(theirs, address);
+  ASSERT_TRUE(pump({&ours, &theirs, &friendly}, [&] {
+    return ours.count(Event::kClosed) == 1 && theirs.count(Event::kClosed) == 1 &&
+           ours.count(Event::kMessage) == 1;
+  }));
+  const Status why = ours.last(Event::kClosed).status;
+  EXPECT_EQ(why.code(), StatusCode::kUnauthenticated);
+  EXPECT_EQ(why.info().reason, Reason::kBadToken);
+  EXPECT_NE(why.message().find("another fleet"), std::string::npos) << why.message();
+  EXPECT_EQ(friendly.count(Event::kClosed), 0u);
+  EXPECT_EQ(ours.last(Event::kMessage).header.incarnation, 3u);
+}
+
+UniqueFd connected_socket(const std::string& address) {
+  const HostPort parsed = *parse_host_port(address, "a test");
+  const SocketAddress target = resolve(parsed)->front();
+  UniqueFd fd(socket(target.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+  EXPECT_EQ(connect(fd.get(), target.get(), target.length), 0);
+  return fd;
+}
+
+void send_junk(int fd, const std::vector<std::byte>& junk) {
+  [[maybe_unused]] const ssize_t sent = ::send(fd, junk.data(), junk.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+std::vector<std::byte> bytes_of(std::string_view text) {
+  const auto* const data = reinterpret_cast<const std::byte*>(text.data());
+  return {data, data + text.size()};
+}
+
+// Goal: bytes of strangers close their connection, with a reason, print nothing and disturb nobody.
+TEST_F(UcxTransportTest, ClosesForeignConnectionsAndLivesOn) {
+  Stderr printed;
+  Side a(make_ucx_transport(options_of("trainer-0", 1)));
+  Side b(make_ucx_transport(options_of("worker-0", 2)));
+  const std::string address = *a.transport->listen();
+  const EndpointId b_to_a = introduce(b, address);
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+  const std::size_t descriptors = entries_of("/proc/self/fd");
+  const auto expect_closed = [&](std::string_view what, const std::vector<std::byte>& junk, bool hang_up,
+                                 std::string_view reason) {
+    const std::size_t before = a.count(Event::kClosed);
+    UniqueFd fd = connected_socket(address);
+    send_junk(fd.get(), junk);
+    if (hang_up) fd.reset();
+    ASSERT_TRUE(pump({&a}, [&] { return a.count(Event::kClosed) == before + 1; })) << what;
+    const std::string message = a.last(Event::kClosed).status.message();
+    EXPECT_NE(message.find(reason), std::string::npos) << what << ": " << message;
+  };
+  const auto hello = [](FleetToken token, std::uint64_t name, std::uint64_t bytes, std::size_t data) {
+    const auto frame = encode(UcxFrame{.kind = UcxFrameKind::kHello,
+                                       .token = token,
+                                       .incarnation = 7,
+                                       .read = 1,
+                                       .offset = name,
+                                       .bytes = bytes});
+    std::vector<std::byte> out(frame.begin(), frame.end());
+    out.resize(out.size() + data, std::byte{'x'});
+    return out;
+  };
+  expect_closed("HTTP", bytes_of("GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"), false, "not our protocol");
+  expect_closed("TLS", bytes_of(std::string_view("\x16\x03\x01\x02\x00\x01\x00\x01", 8)), false,
+                "not our protocol");
+  expect_closed("zeros", std::vector<std::byte>(4096), false, "not our protocol");
+  expect_closed("random", pattern(20'000, 1), false, "not our protocol");
+  expect_closed("nothing", {}, true, "before a hello");
+  expect_closed("three bytes", bytes_of("SPU"), true, "within its hello");
+  expect_closed("another fleet", hello(kToken + 1, 4, 100, 100), false, "another fleet");
+  expect_closed("a hello cut short", hello(kToken, 4, 100, 50), true, "within its hello");
+  expect_closed("a name beyond the data", hello(kToken, 60, 50, 50), false, "said hello with");
+  expect_closed("a gigabyte announced", hello(kToken, 4, 1u << 30, 0), false, "said hello with");
+  expect_closed("more than a hello", hello(kToken, 4, 100, 101), false, "more than a hello");
+  auto version = hello(kToken, 4, 100, 100);
+  version[4] = std::byte{99};
+  expect_closed("another version", version, false, "wire version 99");
+
+  ASSERT_TRUE(b.transport->send(b_to_a, pull(7), nullptr, 0).ok());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 2; }));
+  EXPECT_EQ(a.last(Event::kMessage).header.seq, 7u);
+  EXPECT_EQ(b.count(Event::kClosed), 0u);
+  EXPECT_EQ(entries_of("/proc/self/fd"), descriptors);
+  EXPECT_EQ(printed.take(), "");
+}
+
+// The TCP ports at which this process listens.
+std::vector<std::uint16_t> listening_ports() {
+  std::set<std::string> ours;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code error;
+    ours.insert(std::filesystem::read_symlink(entry.path(), error).string());
+  }
+  std::vector<std::uint16_t> ports;
+  std::ifstream table("/proc/self/net/tcp");
+  std::string line;
+  while (std::getline(table, line)) {
+    unsigned port = 0, state = 0;
+    unsigned long inode = 0;
+    if (std::sscanf(line.c_str(), " %*d: %*8x:%x %*8x:%*x %x %*s %*s %*s %*d %*d %lu", &port, &state,
+                    &inode) == 3 &&
+        state == 0x0A && ours.contains(fmt::format("socket:[{}]", inode))) {
+      ports.push_back(static_cast<std::uint16_t>(port));
+    }
+  }
+  return ports;
+}
+
+// Goal: UCX's own ports are on loopback alone, and strangers there do no harm either.
+TEST_F(UcxTransportTest, LivesOnWhenStrangersReachUcx) {
+  Side a(make_ucx_transport(options_of("trainer-0", 1)));
+  Side b(make_ucx_transport(options_of("worker-0", 2)));
+  const EndpointId b_to_a = introduce(b, *a.transport->listen());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+  const std::vector<std::uint16_t> ports = listening_ports();
+  EXPECT_GE(ports.size(), 3u);  // ours, and one of each UCX worker
+  for (const std::uint16_t port : ports) {
+    for (const auto& junk : {bytes_of("GET / HTTP/1.1\r\n\r\n"), bytes_of("SPU"), pattern(20'000, 1), {}}) {
+      UniqueFd fd = connected_socket(fmt::format("127.0.0.1:{}", port));
+      send_junk(fd.get(), junk);
+      for (int i = 0; i < 3; ++i) {
+        ASSERT_TRUE(a.transport->progress(kNanosPerMilli, a).ok());
+        ASSERT_TRUE(b.transport->progress(kNanosPerMilli, b).ok());
+      }
+    }
+  }
+  ASSERT_TRUE(b.transport->send(b_to_a, pull(7), nullptr, 0).ok());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.last(Event::kMessage).header.seq == 7; }));
+}
+
+// Goal: an address where nobody, or somebody else, listens is an error in time, with the address in it.
+TEST_F(UcxTransportTest, SaysWhenNothingOfOursListens) {
+  Side side(make_ucx_transport(options_of("worker-0", 2)));
+  UniqueFd silent(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in name{};
+  name.sin_family = AF_INET;
+  name.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(bind(silent.get(), reinterpret_cast<sockaddr*>(&name), sizeof name), 0);
+  socklen_t size = sizeof name;
+  ASSERT_EQ(getsockname(silent.get(), reinterpret_cast<sockaddr*>(&name), &size), 0);
+  const std::string address = fmt::format("127.0.0.1:{}", ntohs(name.sin_port));
+  const Status refused = side.transport->connect(address, kNanosPerSecond).status();
+  EXPECT_EQ(refused.code(), StatusCode::kUnavailable);
+  EXPECT_NE(refused.message().find(address), std::string::npos) << refused.message();
+  ASSERT_EQ(listen(silent.get(), 8), 0);
+  const auto fails = [&](StatusCode code, std::string_view reason, std::int64_t timeout_ns,
+                         const std::function<void()>& meanwhile) {
+    const std::size_t before = side.count(Event::kClosed);
+    const Result<EndpointId> endpoint = side.transport->connect(address, timeout_ns);
+    ASSERT_TRUE(endpoint.ok()) << endpoint.status().to_string();
+    meanwhile();
+    ASSERT_TRUE(pump({&side}, [&] { return side.count(Event::kClosed) == before + 1; }));
+    const Status why = side.last(Event::kClosed).status;
+    EXPECT_EQ(why.code(), code) << why.to_string();
+    EXPECT_NE(why.message().find(address), std::string::npos) << why.message();
+    EXPECT_NE(why.message().find(reason), std::string::npos) << why.message();
+  };
+  fails(StatusCode::kDeadlineExceeded, "no hello", 100 * kNanosPerMilli, [] {});
+  UniqueFd web;
+  UniqueFd never(accept(silent.get(), nullptr, nullptr));
+  fails(StatusCode::kDataLoss, "not our protocol", 10 * kNanosPerSecond, [&] {
+    web = UniqueFd(accept(silent.get(), nullptr, nullptr));
+    send_junk(web.get(), bytes_of("HTTP/1.1 400 Bad Request\r\n\r\n"));
+  });
+  EXPECT_EQ(side.transport->connect("nonsense", kNanosPerSecond).status().code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(side.transport->connect("10.1.2.3:5000", kNanosPerSecond).status().code(),
+            StatusCode::kFailedPrecondition);
+}
+
+// Goal: a peer that connects and says nothing does not hold its place for ever.
+TEST_F(UcxTransportTest, ClosesSilentPeers) {
+  UcxOptions options = options_of("trainer-0", 1);
+  options.hello_timeout_ns = 50 * kNanosPerMilli;
+  Side a(make_ucx_transport(options));
+  const UniqueFd stranger = connected_socket(*a.transport->listen());
+  ASSERT_TRUE(pump({&a}, [&] { return a.count(Event::kClosed) == 1; }));
+  EXPECT_EQ(a.last(Event::kClosed).status.code(), StatusCode::kDeadlineExceeded);
+}
+
+// Goal: the owner checks too: what it freed is not sent, though the reader has not heard of it yet.
+TEST_F(UcxTransportTest, OwnersCheckWhatIsRead) {
+  Side a(make_ucx_transport(options_of("trainer-0", 1)));
+  Side b(make_ucx_transport(options_of("worker-0", 2)));
+  const EndpointId b_to_a = introduce(b, *a.transport->listen());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+  const EndpointId a_to_b = a.last(Event::kAccepted).endpoint;
+  auto memory = *a.transport->allocate(100'000, "a slot");
+  const MemoryRef ref = memory->ref();
+  ASSERT_TRUE(a.transport->grant(a_to_b, memory).ok());
+  ASSERT_TRUE(a.transport->send(a_to_b, pull(1), nullptr, 0).ok());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kMessage) == 1; }));
+  memory.reset();
+  std::vector<std::byte> landed(100'000, std::byte{0xCD});
+  b.transport->read(b_to_a, {ref.region, ref.generation, 0, 100'000}, landed.data(), 1);
+  ASSERT_TRUE(pump({&b, &a}, [&] { return b.count(Event::kRead) == 1; }));
+  const Status why = b.last(Event::kRead).status;
+  EXPECT_NE(why.message().find("freed"), std::string::npos) << why.to_string();
+  EXPECT_NE(why.message().find("trainer-0"), std::string::npos) << why.to_string();
+  EXPECT_EQ(landed[0], std::byte{0xCD});
+  EXPECT_EQ(b.count(Event::kClosed), 0u);
+}
+
+// Goal: memory of others is served from where it lies; the same extent is registered once while it is held.
+TEST_F(UcxTransportTest, AdoptsMemory) {
+  Side a(make_ucx_transport(options_of("trainer-0", 1)));
+  Side b(make_ucx_transport(options_of("worker-0", 2)));
+  const EndpointId b_to_a = introduce(b, *a.transport->listen());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+  const EndpointId a_to_b = a.last(Event::kAccepted).endpoint;
+  const auto bytes = pattern(3'000'001, 9);
+  auto memory = *a.transport->adopt(bytes.data(), bytes.size(), "a tensor");
+  EXPECT_EQ(memory->ref().address, bytes.data());
+  EXPECT_EQ(*a.transport->adopt(bytes.data(), bytes.size(), "again"), memory);
+  EXPECT_NE(*a.transport->adopt(bytes.data(), bytes.size() - 1, "a part"), memory);
+  EXPECT_EQ(a.transport->adopt(nullptr, 5, "nothing").status().code(), StatusCode::kInvalidArgument);
+  ASSERT_TRUE(a.transport->grant(a_to_b, memory).ok());
+  ASSERT_TRUE(a.transport->send(a_to_b, pull(1), nullptr, 0).ok());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kMessage) == 1; }));
+  std::vector<std::byte> landed(bytes.size());
+  std::vector<ReadPart> parts;
+  for (std::uint64_t at = 0; at < bytes.size(); at += 1'000'000) {
+    const std::uint64_t size = std::min<std::uint64_t>(1'000'000, bytes.size() - at);
+    parts.push_back(
+        {.remote = {memory->ref().region, memory->ref().generation, at, size}, .local = landed.data() + at});
+  }
+  b.transport->read_parts(b_to_a, parts, 1);
+  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kRead) == 1; }));
+  EXPECT_TRUE(b.last(Event::kRead).status.ok());
+  EXPECT_EQ(landed, bytes);
+  const std::uint32_t generation = memory->ref().generation, region = memory->ref().region;
+  memory.reset();
+  const auto later = *a.transport->adopt(bytes.data(), bytes.size(), "a tensor");
+  EXPECT_TRUE(later->ref().region != region || later->ref().generation != generation);
+}
+
+// Goal: reads are fetched where the options say so, and checked the same.
+TEST_F(UcxTransportTest, FetchesWhereItShould) {
+  UcxOptions options = options_of("trainer-0", 1);
+  options.reads = UcxOptions::Reads::kGets;
+  options.fragment_bytes = 100'000;
+  Side a(make_ucx_transport(options));
+  options.self_name = "worker-0";
+  Side b(make_ucx_transport(options));
+  const EndpointId b_to_a = introduce(b, *a.transport->listen());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+  const EndpointId a_to_b = a.last(Event::kAccepted).endpoint;
+  const auto memory = *a.transport->allocate(1'000'000, "a slot");
+  for (std::uint64_t i = 0; i < 1'000'000; ++i) memory->ref().address[i] = coded_byte(i);
+  ASSERT_TRUE(a.transport->grant(a_to_b, memory).ok());
+  ASSERT_TRUE(a.transport->send(a_to_b, pull(1), nullptr, 0).ok());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kMessage) == 1; }));
+  std::vector<std::byte> landed(1'000'000);
+  const auto read = [&](std::uint64_t offset, std::uint64_t bytes) {
+    const std::size_t before = b.count(Event::kRead);
+    b.transport->read(b_to_a, {memory->ref().region, memory->ref().generation, offset, bytes}, landed.data(),
+                      1);
+    EXPECT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kRead) == before + 1; }));
+    return b.last(Event::kRead).status;
+  };
+  for (const std::uint64_t bytes : {0ull, 1ull, 15ull, 4096ull, 700'001ull}) {
+    ASSERT_TRUE(read(777, bytes).ok());
+    for (std::uint64_t i = 0; i < bytes; ++i) ASSERT_EQ(landed[i], coded_byte(777 + i));
+  }
+  EXPECT_EQ(read(999'999, 2).code(), StatusCode::kOutOfRange);
+}
+
+// Goal: IPv6 works, and its addresses are written in brackets.
+TEST_F(UcxTransportTest, SpeaksIpv6) {
+  UniqueFd probe(socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in6 name{};
+  name.sin6_family = AF_INET6;
+  name.sin6_addr = in6addr_loopback;
+  if (!probe || bind(probe.get(), reinterpret_cast<sockaddr*>(&name), sizeof name) != 0)
+    GTEST_SKIP() << "no IPv6 here";
+  UcxOptions options = options_of("trainer-0", 1);
+  options.host = "::1";
+  Side a(make_ucx_transport(options));
+  options.self_name = "worker-0";
+  Side b(make_ucx_transport(options));
+  const std::string address = *a.transport->listen();
+  EXPECT_EQ(address.substr(0, 6), "[::1]:");
+  introduce(b, address);
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+}
+
+// Goal: with nothing to do it waits, it does not spin.
+TEST_F(UcxTransportTest, WaitsWhenIdle) {
+  Side a(make_ucx_transport(options_of("trainer-0", 1)));
+  Side b(make_ucx_transport(options_of("worker-0", 2)));
+  introduce(b, *a.transport->listen());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+  for (int i = 0; i < 50; ++i) {
+    ASSERT_TRUE(a.transport->progress(kNanosPerMilli, a).ok());
+    ASSERT_TRUE(b.transport->progress(kNanosPerMilli, b).ok());
+  }
+  const auto used_ns = [] {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return time.tv_sec * kNanosPerSecond + time.tv_nsec;
+  };
+  const std::int64_t before_ns = used_ns(), start_ns = SystemClock::instance().now_ns();
+  int rounds = 0;
+  while (SystemClock::instance().now_ns() - start_ns < 500 * kNanosPerMilli) {
+    ASSERT_TRUE(a.transport->progress(250 * kNanosPerMilli, a).ok());
+    ++rounds;
+  }
+  EXPECT_LT(rounds, 20);
+  EXPECT_LT(used_ns() - before_ns, 50 * kNanosPerMilli);
+}
+
+// Goal: a crash stays a crash: UCX's handlers are not left installed.
+TEST_F(UcxTransportTest, LeavesSignalsAlone) {
+  Side side(make_ucx_transport(options_of("worker-0", 2)));
+  for (const int number : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGINT, SIGTERM, SIGUSR1}) {
+    struct sigaction action{};
+    ASSERT_EQ(sigaction(number, nullptr, &action), 0);
+#if !defined(__SANITIZE_ADDRESS__)
+    EXPECT_EQ(action.sa_handler, SIG_DFL) << number;
+#endif
+  }
+}
+
+// Goal: options that cannot work are refused at once, with what to do.
+TEST_F(UcxTransportTest, RefusesImpossibleOptions) {
+  const auto status = [](UcxOptions options) { return make_ucx_transport(std::move(options)).status(); };
+  const UcxOptions good = options_of("worker-0", 1);
+  EXPECT_TRUE(status(good).ok());
+  UcxOptions bad = good;
+  bad.token = 0;
+  EXPECT_EQ(status(bad).code(), StatusCode::kInvalidArgument);
+  bad = good;
+  bad.self_name = std::string(65, 'x');
+  EXPECT_EQ(status(bad).code(), StatusCode::kInvalidArgument);
+  bad = good;
+  bad.host = "0.0.0.0";
+  EXPECT_NE(status(bad).message().find("--interface"), std::string::npos) << status(bad).message();
+  bad = good;
+  bad.host = "192.0.2.77";
+  EXPECT_NE(status(bad).message().find("no network interface"), std::string::npos) << status(bad).message();
+  bad = good;
+  bad.interface = "no-such-interface0";
+  const Status missing = status(bad);
+  EXPECT_FALSE(missing.ok());
+  EXPECT_NE(missing.message().find("no-such-interface0"), std::string::npos) << missing.message();
+  Side side(make_ucx_transport(good));
+  const std::string address = *side.transport->listen();
+  EXPECT_EQ(*side.transport->listen(), address);  // again is the same
+  bad = good;
+  bad.port = parse_host_port(address, "a test")->port;
+  Side rival(make_ucx_transport(bad));
+  const Status taken = rival.transport->listen().status();
+  EXPECT_FALSE(taken.ok());
+  EXPECT_NE(taken.message().find("listens there"), std::string::npos) << taken.message();
+}
+
+}  // namespace
+}  // namespace shardpull
