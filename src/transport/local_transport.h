@@ -5,14 +5,14 @@
 // An endpoint is a unix stream socket between two processes of one user. On it travel hot messages
 // (hot_wire.h) and, between them, two messages of these backends alone, 64 bytes each:
 //
-//    0 u32 magic "SPLM"   6 u8 kind      8 u64 token         24 u32 region       32 u64 bytes     48 u64
-//    proof's address 4 u16 wire version   7 u8 backend  16 u64 incarnation   28 u32 generation   40 u64
-//    address   56 u64 proof
+//    0 u32 magic "SPLM"   6 u8 kind      8 u64 token         24 u32 region       40 u64 address
+//    4 u16 wire version   7 u8 backend  16 u64 incarnation   28 u32 generation   48 u64 proof's address
+//                                                            32 u64 bytes        56 u64 proof
 //
 //   grant   the sender's region may be read from now on. With shm its memory file travels along (SCM_RIGHTS),
-//   and the receiver
-//           maps it, read-only and prefaulted, before it looks at the next message. With cma the last three
-//           fields say where the region is in its owner, and how the receiver can tell that it still is.
+//           and the receiver maps it, read-only and prefaulted, before it looks at the next message. With cma
+//           the last three fields say where the region is in its owner, and how the receiver can tell that it
+//           still is.
 //   retire  the owner freed the region. The receiver forgets it; mappings that were handed out stay readable.
 //
 // What arrives is believed only after checks: the peer runs as our user (SO_PEERCRED), every frame carries
