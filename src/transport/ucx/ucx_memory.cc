@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "base/checked.h"
+#include "base/clock.h"
 #include "base/host_memory.h"
 #include "base/units.h"
 
@@ -16,6 +17,7 @@ namespace shardpull {
 namespace {
 
 constexpr std::uint64_t kHugePageBytes = 2u << 20;
+constexpr std::int64_t kEndOfTransfersNs = 2 * kNanosPerSecond;
 
 Status no_memory(std::uint64_t bytes, std::string_view what, std::string_view problem) {
   return Status(StatusCode::kResourceExhausted,
@@ -160,6 +162,31 @@ Status UcxBlock::make_known(std::string_view what) {
   return {};
 }
 
+bool UcxBlock::begin_transfer() const {
+  MutexLock lock(mutex_);
+  if (!ended_) ++transfers_;
+  return !ended_;
+}
+
+void UcxBlock::end_transfer() const {
+  {
+    MutexLock lock(mutex_);
+    --transfers_;
+  }
+  changed_.notify_all();
+}
+
+void UcxBlock::end(std::int64_t timeout_ns) const {
+  MutexLock lock(mutex_);
+  ended_ = true;
+  const std::int64_t give_up_ns = SystemClock::instance().now_ns() + timeout_ns;
+  for (;;) {
+    const std::int64_t left_ns = give_up_ns - SystemClock::instance().now_ns();
+    if (transfers_ == 0 || left_ns <= 0) return;
+    changed_.wait_for_ns(mutex_, left_ns);
+  }
+}
+
 UcxBlock::~UcxBlock() {
   if (handle_ != nullptr) context_->ucx.ucp_mem_unmap(context_->context, handle_);
   if (mapping_ != nullptr) munmap(mapping_, mapping_bytes_);
@@ -175,6 +202,8 @@ UcxExportedMemory::UcxExportedMemory(std::shared_ptr<UcxContext> context,
 }
 
 UcxExportedMemory::~UcxExportedMemory() {
+  const bool may_wait = block_->adopted() && context_->progress_thread.load() != std::this_thread::get_id();
+  block_->end(may_wait ? kEndOfTransfersNs : 0);
   context_->regions.free(name_, block_->bytes());
   context_->wake();
 }

@@ -1,12 +1,14 @@
 // Memory that UCX knows: the context it is registered with, and the blocks of it that peers can read.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -39,13 +41,14 @@ struct UcxContext {
   const ucp_context_h context;
   OwnRegions regions;
   UniqueFd wake_fd;
+  std::atomic<std::thread::id> progress_thread;  // that must not wait for itself
   Mutex mutex;
   // Memory that was adopted and is still held, by address and extent.
   std::map<std::pair<const std::byte*, std::uint64_t>, std::weak_ptr<UcxExportedMemory>> adopted
       SHARDPULL_GUARDED_BY(mutex);
 };
 
-// Registered memory. It lives until its owner and every transfer out of it have let go. Immutable.
+// Registered memory. What was allocated lives until its owner and every transfer out of it have let go.
 class UcxBlock {
  public:
   // Allocates it: page-aligned, zero-filled, every page present. RESOURCE_EXHAUSTED, kNoMemory, names `what`
@@ -62,7 +65,14 @@ class UcxBlock {
 
   std::byte* data() const { return data_; }
   std::uint64_t bytes() const { return bytes_; }
+  bool adopted() const { return mapping_ == nullptr; }
   ucp_mem_h handle() const { return handle_; }
+  // Begins to send from it: not after its owner let go. Thread-safe, as the other two.
+  bool begin_transfer() const;
+  void end_transfer() const;
+  // No transfer begins any more. Waits until those under way have ended, at most `timeout_ns`.
+  void end(std::int64_t timeout_ns) const;
+
   const std::vector<std::byte>& key() const { return key_; }  // what a peer needs to fetch from it
 
  private:
@@ -75,6 +85,10 @@ class UcxBlock {
   std::byte* mapping_ = nullptr;  // ours to unmap, or null
   std::uint64_t mapping_bytes_ = 0;
   ucp_mem_h handle_ = nullptr;
+  mutable Mutex mutex_;
+  mutable CondVar changed_;
+  mutable bool ended_ SHARDPULL_GUARDED_BY(mutex_) = false;
+  mutable std::uint64_t transfers_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   std::vector<std::byte> key_;
 };
 
@@ -82,7 +96,9 @@ class UcxExportedMemory final : public ExportedMemory {
  public:
   UcxExportedMemory(std::shared_ptr<UcxContext> context, std::shared_ptr<const UcxBlock> block,
                     OwnRegions::Name name);
-  ~UcxExportedMemory() override;  // peers are told from the progress thread
+  // Peers are told from the progress thread. Transfers out of adopted memory are waited for, a moment, unless
+  // this is that thread.
+  ~UcxExportedMemory() override;
 
   const std::shared_ptr<const UcxBlock>& block() const { return block_; }
   bool belongs_to(const std::shared_ptr<UcxContext>& context) const { return context_ == context; }

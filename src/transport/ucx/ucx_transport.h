@@ -48,7 +48,7 @@ struct UcxOptions {
     kGets,
   };
   Reads reads = Reads::kAuto;
-  std::uint64_t fragment_bytes = 4u << 20;  // of a read, at a time
+  std::uint64_t fragment_bytes = 1u << 20;  // of a read, at a time
   std::uint32_t fragments_in_flight = 4;    // per endpoint
   // Of messages a peer has not taken yet; with more its endpoint is ended.
   std::uint64_t max_queued_bytes = 64u << 20;

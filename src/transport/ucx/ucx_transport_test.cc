@@ -11,16 +11,19 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include <fmt/format.h>
@@ -477,6 +480,39 @@ TEST_F(UcxTransportTest, AdoptsMemory) {
   memory.reset();
   const auto later = *a.transport->adopt(bytes.data(), bytes.size(), "a tensor");
   EXPECT_TRUE(later->ref().region != region || later->ref().generation != generation);
+}
+
+// Goal: adopted memory is not let go of while UCX sends from it; a read of what is left fails by name.
+TEST_F(UcxTransportTest, WaitsForTransfersOutOfAdoptedMemory) {
+  Side a(make_ucx_transport(options_of("trainer-0", 1)));
+  Side b(make_ucx_transport(options_of("worker-0", 2)));
+  const EndpointId b_to_a = introduce(b, *a.transport->listen());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+  const EndpointId a_to_b = a.last(Event::kAccepted).endpoint;
+  auto bytes = std::make_unique<std::vector<std::byte>>(pattern(64u << 20, 9));
+  auto memory = *a.transport->adopt(bytes->data(), bytes->size(), "a tensor");
+  ASSERT_TRUE(a.transport->grant(a_to_b, memory).ok());
+  ASSERT_TRUE(a.transport->send(a_to_b, pull(1), nullptr, 0).ok());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kMessage) == 1; }));
+  std::vector<std::byte> landed(bytes->size());
+  b.transport->read(b_to_a, {memory->ref().region, memory->ref().generation, 0, bytes->size()}, landed.data(),
+                    1);
+  // Until the first fragments are under way.
+  for (int i = 0; i < 5; ++i) {
+    ASSERT_TRUE(b.transport->progress(0, b).ok());
+    ASSERT_TRUE(a.transport->progress(0, a).ok());
+  }
+  std::atomic<bool> let_go{false};
+  std::thread owner([&] {
+    memory.reset();
+    bytes.reset();
+    let_go = true;
+  });
+  EXPECT_TRUE(pump({&a, &b}, [&] { return let_go && b.count(Event::kRead) == 1; }));
+  owner.join();
+  const Status why = b.last(Event::kRead).status;
+  EXPECT_NE(why.message().find("freed"), std::string::npos) << why.to_string();
+  EXPECT_EQ(a.count(Event::kClosed) + b.count(Event::kClosed), 0u);
 }
 
 // Goal: reads are fetched where the options say so, and checked the same.
