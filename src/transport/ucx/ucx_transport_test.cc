@@ -565,6 +565,13 @@ TEST_F(UcxTransportTest, SpeaksIpv6) {
   ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
 }
 
+// Goal: which UCX was loaded can be told.
+TEST_F(UcxTransportTest, SaysWhichUcxItIs) {
+  const std::string which = *describe_ucx();
+  EXPECT_NE(which.find("libucp.so.0"), std::string::npos) << which;
+  std::printf("%s\n", which.c_str());
+}
+
 // Goal: with nothing to do it waits, it does not spin.
 TEST_F(UcxTransportTest, WaitsWhenIdle) {
   Side a(make_ucx_transport(options_of("trainer-0", 1)));
