@@ -42,6 +42,7 @@ INSTANTIATE_TYPED_TEST_SUITE_P(Cma, LocalContract, CmaBackend);
 class CmaTransport : public TransportContract<CmaBackend> {};
 
 // A forked process that does `body`, which writes what it has to say to the descriptor it is given, and ends.
+// Made while no transport lives here: what has threads is not safely forked.
 class Child {
  public:
   explicit Child(const std::function<void(int out)>& body) {
@@ -335,8 +336,8 @@ bool forbid_reads(int error) {
 // nothing aborts.
 TEST_F(CmaTransport, SaysWhenAFilterForbidsReads) {
   CmaBackend backend;
-  Side side(backend.make_with("trainer-0", 1));
-  const std::string address = *side.transport->listen();
+  Child trainer([&](int out) { serve(backend, 1000, out); });
+  const std::string address = trainer.line();
   for (const auto& [error, code] :
        {std::pair(EPERM, StatusCode::kPermissionDenied), std::pair(ENOSYS, StatusCode::kUnimplemented)}) {
     Child child([&](int out) {
@@ -392,8 +393,8 @@ TEST_F(CmaTransport, SaysWhenAPeerMayNotBeRead) {
 // we connect; its number there, which somebody has here too, is never used.
 TEST_F(CmaTransport, SaysWhenAPeerIsInAnotherPidNamespace) {
   CmaBackend backend;
-  Side side(backend.make_with("trainer-0", 1));
-  const std::string address = *side.transport->listen();
+  Child trainer([&](int out) { serve(backend, 1000, out); });
+  const std::string address = trainer.line();
   Child child([&](int out) {
     if (unshare(CLONE_NEWPID) != 0) return say(out, "no namespace");
     Child inner([&](int) {
