@@ -302,6 +302,7 @@ void LocalTransport::read_parts(EndpointId id, std::vector<ReadPart> parts, Read
 Status LocalTransport::begin_read(LocalEndpoint& endpoint, std::span<const ReadPart> parts, Read& read,
                                   bool& done) {
   ReadThreads::Job job;
+  job.parts.reserve(parts.size());
   for (const ReadPart& part : parts) {
     SHARDPULL_ASSIGN_OR_RETURN(std::shared_ptr<const PeerMemory> memory, endpoint.regions.find(part.remote));
     if (part.remote.bytes == 0) continue;

@@ -30,29 +30,34 @@ ReadThreads::~ReadThreads() {
 
 Status ReadThreads::submit(Job job) {
   auto work = std::make_shared<Work>();
-  std::vector<CopyPart> parts;
-  parts.reserve(job.parts.size());
+  work->job = std::move(job);
+  std::vector<CopyPart>& parts = work->job.parts;
+  // Only what is larger than a step has to be cut.
+  if (std::any_of(parts.begin(), parts.end(), [](const CopyPart& part) { return part.bytes > kStepBytes; })) {
+    std::vector<CopyPart> pieces;
+    for (CopyPart part : parts) {
+      while (part.bytes > 0) {
+        CopyPart piece = part;
+        piece.bytes = std::min(part.bytes, kStepBytes);
+        pieces.push_back(piece);
+        part.offset += piece.bytes;
+        part.to += piece.bytes;
+        part.bytes -= piece.bytes;
+      }
+    }
+    parts = std::move(pieces);
+  }
   std::uint64_t step_bytes = 0;
   std::size_t step_begin = 0;
-  for (CopyPart part : job.parts) {
-    work->bytes += part.bytes;
-    while (part.bytes > 0) {
-      if (step_bytes == kStepBytes || parts.size() - step_begin == kStepParts) {
-        work->step_ends.push_back(step_begin = parts.size());
-        step_bytes = 0;
-      }
-      CopyPart piece = part;
-      piece.bytes = std::min(part.bytes, kStepBytes - step_bytes);
-      parts.push_back(piece);
-      step_bytes += piece.bytes;
-      part.offset += piece.bytes;
-      part.to += piece.bytes;
-      part.bytes -= piece.bytes;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    if (i > step_begin && (step_bytes + parts[i].bytes > kStepBytes || i - step_begin == kStepParts)) {
+      work->step_ends.push_back(step_begin = i);
+      step_bytes = 0;
     }
+    step_bytes += parts[i].bytes;
+    work->bytes += parts[i].bytes;
   }
   work->step_ends.push_back(parts.size());
-  work->job = std::move(job);
-  work->job.parts = std::move(parts);
   {
     MutexLock lock(mutex_);
     if (queue_.size() >= kMaxQueued) {
