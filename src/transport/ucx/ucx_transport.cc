@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <limits>
 #include <span>
 #include <string>
@@ -45,7 +46,7 @@ constexpr std::uint64_t kWorkerKey = kWakeKey + 2;
 constexpr int kEventsPerRound = 64;
 constexpr int kAcceptsPerRound = 64;
 constexpr std::int64_t kAcceptPauseNs = 100 * kNanosPerMilli;  // when the process is out of descriptors
-constexpr const char* kTcpSegment = "128k";
+constexpr std::uint64_t kSocketBufferBytes = 4u << 20;
 constexpr unsigned kActiveMessage = 1;           // the one id of ours
 constexpr std::uint64_t kEagerReadBytes = 4096;  // smaller than a rendezvous is worth
 constexpr int kRoundsPerProgress = 256;          // of UCX's own progress, before what it brought is looked at
@@ -1359,6 +1360,14 @@ TransportCounters UcxTransport::counters() const {
 
 namespace {
 
+bool kernel_allows_socket_buffers(std::uint64_t bytes) {
+  for (const char* const path : {"/proc/sys/net/core/rmem_max", "/proc/sys/net/core/wmem_max"}) {
+    std::uint64_t limit = 0;
+    if (!(std::ifstream(path) >> limit) || limit < bytes) return false;
+  }
+  return true;
+}
+
 // The interface that has `address`.
 Result<std::string> interface_of(const SocketAddress& address) {
   ifaddrs* list = nullptr;
@@ -1418,11 +1427,16 @@ Result<std::unique_ptr<Transport>> make_ucx_transport(UcxOptions options) {
   set("TLS", options.transports);
   set("NET_DEVICES", interface);
   if (options.transports == "tcp") {
-    // Fewer and longer system calls than with UCX's 8 KiB. Newer versions want the transport's name before
-    // it.
-    for (const std::string name : {"RX_SEG_SIZE", "TX_SEG_SIZE"}) {
-      if (ucx->ucp_config_modify(config, name.c_str(), kTcpSegment) != UCS_OK)
-        set(("TCP_" + name).c_str(), kTcpSegment);
+    // Newer versions want the transport's name before it.
+    const auto set_tcp = [&](const std::string& name, const char* value) {
+      if (ucx->ucp_config_modify(config, name.c_str(), value) != UCS_OK) set(("TCP_" + name).c_str(), value);
+    };
+    set_tcp("TX_SEG_SIZE", "64k");  // fewer and longer system calls than with 8 KiB
+    // With small buffers each side waits for the other's delayed acknowledgements. Where the kernel gives
+    // less, its own adjusting is better than a fixed size.
+    if (kernel_allows_socket_buffers(kSocketBufferBytes)) {
+      set_tcp("SNDBUF", "4m");
+      set_tcp("RCVBUF", "4m");
     }
   }
   if (status != UCS_OK) {
