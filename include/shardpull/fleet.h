@@ -20,6 +20,9 @@ struct FleetOptions {
   std::uint64_t stall_timeout_ms = 300'000;   // a running sync without progress for this long fails
   std::uint64_t heartbeat_ms = 500;
   std::uint64_t dead_after_ms = 5'000;
+  // What the programs on top were given and must all have been given alike, as text for people. A process whose
+  // text is another is refused as it joins, with both.
+  std::string settings = {};
 };
 
 // Reads 16 hexadecimal digits from the environment variable SHARDPULL_TOKEN.

@@ -41,6 +41,7 @@ struct TrainerOptions {
                                           << 20;  // storages up to this size are packed into export buffers
   OnConsumerLoss on_consumer_loss = OnConsumerLoss::kContinue;
   PublishMode publish = PublishMode::kAuto;
+  std::string settings = {};  // as FleetOptions::settings, of the ranks alone
 };
 
 // Of one sync; the same on every rank.

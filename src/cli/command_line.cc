@@ -39,9 +39,9 @@ T value_or_throw(Result<T> result) {
 CLI::Option* add_text(CLI::App& app, const std::string& flag, const std::string& help,
                       const std::string& type, std::function<void(const std::string&)> parse,
                       const std::string& standard = "") {
-  CLI::Option* const option = app.add_option_function<std::string>(flag, std::move(parse), help);
+  const std::string shown = standard.empty() ? help : fmt::format("{} [default: {}]", help, standard);
+  CLI::Option* const option = app.add_option_function<std::string>(flag, std::move(parse), shown);
   option->type_name(type);
-  if (!standard.empty()) option->default_str(standard);
   return option;
 }
 
@@ -251,7 +251,8 @@ void add_fleet(CLI::App& app, FleetArguments& fleet) {
       "auto")
       ->group(group);
   app.add_option("--names", fleet.names,
-                 "The syncs after the first send only the tensors that match this pattern (* and ?); may be "
+                 "The syncs after the first send only the tensors that match this pattern (*, ? and [..]), "
+                 "all names of a module or none; may be "
                  "repeated")
       ->type_name("GLOB")
       ->check(not_empty)
@@ -485,9 +486,9 @@ Command parse_command_line(const std::vector<std::string>& words) {
   TrainerArguments trainer;
   CLI::App* const trainer_app =
       app.add_subcommand("trainer", "One trainer rank; rank 0 is the sender and drives the syncs");
-  add_integer(*trainer_app, "--rank", trainer.rank, 0, kMaxRanks - 1, "This process's rank")
-      ->required()
-      ->default_str("");
+  add_integer(*trainer_app, "--rank", trainer.rank, 0, kMaxRanks - 1, "")
+      ->description("This process's rank")
+      ->required();
   trainer_app->add_option("--model", trainer.model, "The checkpoint this fleet trains")
       ->type_name("DIR")
       ->required();
@@ -504,9 +505,9 @@ Command parse_command_line(const std::vector<std::string>& words) {
 
   WorkerArguments worker;
   CLI::App* const worker_app = app.add_subcommand("worker", "One inference worker");
-  add_integer(*worker_app, "--id", worker.id, 0, kMaxRanks - 1, "This worker's id over the whole fleet")
-      ->required()
-      ->default_str("");
+  add_integer(*worker_app, "--id", worker.id, 0, kMaxRanks - 1, "")
+      ->description("This worker's id over the whole fleet")
+      ->required();
   worker_app
       ->add_option("--model", worker.model, "The checkpoint (its config.json; its tensors with --verify)")
       ->type_name("DIR")
@@ -539,6 +540,9 @@ Command parse_command_line(const std::vector<std::string>& words) {
     }
     if (sync_app->parsed()) {
       check_model(*sync_app, sync.model);
+      if (!sync.fleet.names.empty() && sync.versions.syncs == 1) {
+        throw CLI::ValidationError("--names: restricts the syncs after the first; give --syncs 2 or more");
+      }
       if (sync.model.shape) check_has_bytes(*sync.model.shape);
       return sync;
     }

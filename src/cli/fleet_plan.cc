@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/status_macros.h"
+#include "plan/restrict.h"
 #include "cli/recordings.h"
 
 namespace shardpull::cli {
@@ -151,8 +152,12 @@ Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& op
   SHARDPULL_ASSIGN_OR_RETURN(fleet.holdings, trainer_holdings(model, options.trainer, options.withheld));
   SHARDPULL_ASSIGN_OR_RETURN(const std::vector<GatherGroup> groups, form_groups(model.metadata));
   InitTables& tables = fleet.tables;
-  SHARDPULL_ASSIGN_OR_RETURN(tables.ownership,
-                             resolve_ownership(model.metadata, declared(model, fleet.holdings)));
+  auto ownership = resolve_ownership(model.metadata, declared(model, fleet.holdings));
+  if (!ownership.ok()) {
+    return options.trainer.file.empty() ? ownership.status()
+                                        : ownership.status().with_context(options.trainer.file);
+  }
+  tables.ownership = std::move(*ownership);
   tables.metadata = model.metadata;
   for (const GatherGroup& group : groups) tables.group_lens.push_back(group.count);
   for (std::uint32_t rank = 0; rank < fleet.holdings.ranks(); ++rank) {
@@ -174,6 +179,13 @@ Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& op
     return {};
   }));
   fleet.plan_ns = clock.now_ns() - baked;
+
+  auto names = names_matching(options.names, model.metadata);
+  if (!names.ok()) return names.status().with_context("--names");
+  for (std::uint32_t consumer = 0; consumer < per_replica && !names->empty(); ++consumer) {
+    const auto some = restrict_plan(fleet.plans[consumer], fleet.recording(consumer), tables, *names);
+    if (!some.ok()) return some.status().with_context(fmt::format("--names: worker {}", consumer));
+  }
   return fleet;
 }
 

@@ -24,6 +24,7 @@ struct FleetPlanOptions {
   BakeOptions bake;
   std::vector<std::string> recordings;  // files to read instead, by worker of a replica; none: bake
   std::vector<std::string> withheld;    // names that no rank holds
+  std::vector<std::string> names;       // patterns of syncs of some names, checked against all workers
 };
 
 // Worker w of every replica does the same, so its plan is there once; so is a recording that several workers

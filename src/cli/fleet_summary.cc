@@ -216,7 +216,7 @@ std::string to_text(const FleetPlan& fleet, const FleetFigures& figures, const s
     largest_group = group;
   }
   text += fmt::format(
-      "groups     {} gather groups, the largest is {} with {}; owner classes: {}; pieces: {}\n",
+      "groups     {} gather groups, the largest is group {} with {}; owner classes: {}; pieces: {}\n",
       tables.group_lens.size(), largest_group, format_bytes(largest_bytes),
       std::max<std::size_t>(1, tables.ownership.owner_sets.size()), tables.ownership.pieces.size());
   text += fmt::format("workers    {} = {} replica{} of {}, ring depth {}; {} different recordings\n",

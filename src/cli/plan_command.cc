@@ -139,10 +139,13 @@ Status plan(const PlanArguments& arguments) {
                          .plan = {.max_chunk_bytes = arguments.fleet.max_chunk_bytes,
                                   .chunk_split = arguments.fleet.chunk_split,
                                   .pull_split = arguments.fleet.pull_split,
-                                  .path = path},
+                                  .path = path,
+                                  // Links are between hosts, where nothing can be mapped.
+                                  .mapping_available = arguments.link == 0},
                          .bake = {},
                          .recordings = recordings,
-                         .withheld = arguments.withhold}));
+                         .withheld = arguments.withhold,
+                         .names = arguments.fleet.names}));
   if (!arguments.save_recording.empty()) {
     SHARDPULL_ASSIGN_OR_RETURN(
         const std::vector<std::string> files,

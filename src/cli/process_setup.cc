@@ -61,6 +61,7 @@ Result<FleetOptions> fleet_options(const FleetArguments& fleet, const ProcessArg
   }
   options.connect_timeout_ms = static_cast<std::uint64_t>(fleet.connect_timeout_ns / kNanosPerMilli);
   options.stall_timeout_ms = static_cast<std::uint64_t>(fleet.stall_timeout_ns / kNanosPerMilli);
+  options.settings = describe_layouts(fleet);
   return options;
 }
 
@@ -98,7 +99,8 @@ int fail(LauncherChannel& launcher, const std::string& name, const Status& statu
   if (launcher.attached()) {
     launcher.send_error(status);
   } else {
-    std::fprintf(stderr, "error: %s: %s\n", name.c_str(), status.message().c_str());
+    const bool named = status.message().starts_with(name + " ") || status.message().starts_with(name + ":");
+    std::fprintf(stderr, "error: %s%s%s\n", named ? "" : name.c_str(), named ? "" : ": ", status.message().c_str());
   }
   return kExitFailed;
 }

@@ -340,7 +340,8 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
                                    .path = policy_of(fleet.path)},
                           .bake = {},
                           .recordings = recordings,
-                          .withheld = arguments.withhold});
+                          .withheld = arguments.withhold,
+                          .names = fleet.names});
   if (!plan.ok()) return failed(plan.status());
   report.publish = plan->holdings.resident ? "resident" : "gather";
   std::uint64_t bytes_per_sync = 0;

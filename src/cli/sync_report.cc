@@ -55,7 +55,7 @@ std::string duration(double ns) {
 }  // namespace
 
 std::string encode(const ProcessReport& report) {
-  json out = {{"memory", to_json(report.memory)}, {"layout", report.layout}};
+  json out = {{"memory", to_json(report.memory)}};
   if (report.verdict) out["verdict"] = to_json(*report.verdict);
   return dumped(out);
 }
@@ -64,7 +64,6 @@ Result<ProcessReport> decode_process_report(const std::string& text) {
   try {
     const json from = json::parse(text);
     ProcessReport report{.memory = memory_from(from.at("memory")),
-                         .layout = from.at("layout").get<std::string>(),
                          .verdict = std::nullopt};
     if (from.contains("verdict")) report.verdict = verdict_from(from.at("verdict"));
     return report;

@@ -40,7 +40,6 @@ Result<MemoryReport> memory_report_from_json(const nlohmann::json& json);
 // What a process other than the sender tells the sender after each sync.
 struct ProcessReport {
   MemoryReport memory;
-  std::string layout;                    // "--trainer pp=2 --inference tp=2,pp=1": the same in every process
   std::optional<VerdictReport> verdict;  // workers that verify
 };
 std::string encode(const ProcessReport& report);

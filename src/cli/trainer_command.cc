@@ -5,12 +5,14 @@
 #include <memory>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
 #include "base/clock.h"
 #include "base/status_macros.h"
 #include "base/units.h"
 #include "cli/checkpoint_source.h"
+#include "cli/command_line.h"
 #include "cli/commands.h"
 #include "cli/fleet_plan.h"
 #include "cli/launcher_channel.h"
@@ -63,7 +65,8 @@ class TrainerRun {
                          .lookahead = arguments_.fleet.lookahead,
                          .export_pack_limit_bytes = arguments_.fleet.export_pack_limit_bytes,
                          .on_consumer_loss = OnConsumerLoss::kFail,
-                         .publish = arguments_.fleet.trainer.publish}));
+                         .publish = arguments_.fleet.trainer.publish,
+                         .settings = fmt::format("{}", fmt::join(to_flags(arguments_.versions), " "))}));
     trainer_ = trainer.get();
     SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<CheckpointSource> source,
                                CheckpointSource::load(model,
@@ -104,7 +107,6 @@ class TrainerRun {
     SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("synced", sync));
 
     ProcessReport own;
-    own.layout = describe_layouts(arguments_.fleet);
     // The weights are shared memory of their own; the engine's rings and buffers are shared as well.
     own.memory = {.process = name_,
                   .model_bytes = source.held_bytes(),
@@ -139,11 +141,6 @@ class TrainerRun {
           trainer_->receive_message(static_cast<std::uint64_t>(left / kNanosPerMilli) + 1));
       if (!message || message->topic != kReportTopic) continue;
       SHARDPULL_ASSIGN_OR_RETURN(ProcessReport report, decode_process_report(message->body));
-      if (const std::string ours = describe_layouts(arguments_.fleet); report.layout != ours) {
-        return Status(StatusCode::kFailedPrecondition,
-                      fmt::format("{} was started with {}, {} with {}", message->from, report.layout, name_, ours),
-                      {.reason = Reason::kSettingMismatch, .fault = Fault::kUser, .peer = message->from});
-      }
       reports.insert_or_assign(message->from, std::move(report));
     }
 

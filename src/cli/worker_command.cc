@@ -106,7 +106,6 @@ class WorkerRun {
     SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("synced", syncs_));
 
     ProcessReport own;
-    own.layout = describe_layouts(arguments_.fleet);
     const std::uint64_t model_bytes = model_->parameter_bytes();
     const std::uint64_t peak = memory_.peak_bytes();
     // Parameters and receive slots are anonymous memory: both are in the peak.

@@ -31,6 +31,7 @@ struct TrainerTable {
 // worker -> sender: asks for the init payload (at any time: a restarted worker asks again).
 struct InitRequest {
   std::uint32_t ring_depth = 0;  // 0 = take the fleet's; another K than the fleet's is refused
+  std::string settings;          // FleetOptions::settings; another one is refused
 };
 struct InitPayload {
   Status status;

@@ -148,10 +148,14 @@ std::string explain_key(const InitTables& tables, const WorkerPlan& plan, const 
                           dtype_name(to.dtype));
     }
   }
-  text += fmt::format("    why trainer {}: of {} (owner class {}) worker {} of {} takes from {}{}\n",
-                      run->producer, trainers_text(owners), chunk.owner_class, plan.consumer % workers,
-                      workers, taken_text(plan, chunk.owner_class, block),
-                      block.size() > 1 ? ": evened out by weight" : "");
+  if (owners.size() == 1) {
+    text += fmt::format("    why trainer {}: it alone holds it (owner class {})\n", run->producer, chunk.owner_class);
+  } else {
+    text += fmt::format("    why trainer {}: of {} (owner class {}) worker {} of {} takes from {}{}\n",
+                        run->producer, trainers_text(owners), chunk.owner_class, plan.consumer % workers,
+                        workers, taken_text(plan, chunk.owner_class, block),
+                        block.size() > 1 ? ": evened out by weight" : "");
+  }
   if (chunk.candidates.size() > 1) {
     std::vector<std::uint32_t> others;
     for (const std::uint32_t candidate : chunk.candidates) {

@@ -70,10 +70,11 @@ std::string shared_settings(const TrainerOptions& options) {
   return fmt::format(
       "world_size={} num_consumers={} num_replicas={} workers_per_replica={} ring_depth={} lookahead={} "
       "presize={} "
-      "export_pack_limit={} on_consumer_loss={}",
+      "export_pack_limit={} on_consumer_loss={} {} {}",
       options.world_size, options.num_consumers, options.num_replicas, options.workers_per_replica,
       options.ring_depth, options.lookahead, options.presize_bytes, options.export_pack_limit_bytes,
-      options.on_consumer_loss == OnConsumerLoss::kFail ? "fail" : "continue");
+      options.on_consumer_loss == OnConsumerLoss::kFail ? "fail" : "continue", options.fleet.settings,
+      options.settings);
 }
 
 std::vector<std::byte> to_bytes(const std::string& text) {
@@ -507,6 +508,11 @@ void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitReques
                     fmt::format("ring_depth differs: worker {} has {}, the trainers have {}", consumer,
                                 request.ring_depth, current->ring_depth),
                     {.reason = Reason::kSettingMismatch});
+  } else if (request.settings != options.fleet.settings) {
+    status = Status(StatusCode::kFailedPrecondition,
+                    fmt::format("worker {} was started with {}, the trainers with {}", consumer, request.settings,
+                                options.fleet.settings),
+                    {.reason = Reason::kSettingMismatch, .fault = Fault::kUser});
   }
   send({Role::kWorker, consumer},
        InitPayload{status, status.ok() ? encode_tables(*current) : std::vector<std::byte>{}});
@@ -714,8 +720,10 @@ std::vector<std::uint32_t> Trainer::Impl::whole_replicas() const {
 }
 
 Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
+  // Before the first sync the sender may still wait for workers to appear.
+  const std::uint64_t limit_ms = options.fleet.stall_timeout_ms + options.fleet.connect_timeout_ms;
   SHARDPULL_RETURN_IF_ERROR(wait_for(
-      [this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, options.fleet.stall_timeout_ms,
+      [this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, limit_ms,
       [&] { return fmt::format("trainer 0 to open the sync of version {}", version); }));
   MutexLock lock(mutex);
   open = std::move(*opened);

@@ -223,7 +223,7 @@ Status Worker::Impl::start() {
 }
 
 Status Worker::Impl::join() {
-  send(kSender, InitRequest{.ring_depth = options.ring_depth});
+  send(kSender, InitRequest{.ring_depth = options.ring_depth, .settings = options.fleet.settings});
   SHARDPULL_RETURN_IF_ERROR(wait_for([this]() SHARDPULL_REQUIRES(mutex) { return payload.has_value(); },
                                      "init payload from trainer 0"));
   InitPayload received;

@@ -163,6 +163,24 @@ class ByHand(FleetTest):
         self.assert_nothing_left()
         self.assertEqual(list(self.fleet.iterdir()), [])
 
+    def test_other_layouts_are_refused_as_they_join(self):
+        """A worker of another layout, and a rank that would run another number of syncs: refused before a byte moves."""
+        others = ("--trainer", "pp=2", "--inference", "tp=1,pp=2", "--model", self.model, "--fleet-dir", self.fleet)
+        stray = self.start("worker", "--id", 1, *others, environment=self.token)
+        runs = [self.worker(0), self.trainer(1), self.trainer(0)]
+        outcome = stray.finish(timeout=30)
+        self.assertEqual(outcome.code, 1)
+        self.assertRegex(outcome.err, r"^error: worker 1 was started with .*tp=1,pp=2, the trainers with .*tp=2,pp=1\n$")
+        self.assertEqual([running.finish(timeout=30).code for running in runs], [1, 1, 1])
+        self.assert_nothing_left()
+
+        runs = [self.trainer(1, "--syncs", 2), self.trainer(0, "--syncs", 3)]
+        for running in runs:
+            outcome = running.finish(timeout=30)
+            self.assertEqual(outcome.code, 1)
+            self.assertRegex(outcome.err, "other settings than trainer 0: .*--syncs 2 .*--syncs 3")
+        self.assert_nothing_left()
+
     def test_directory_is_good_again_after_a_kill(self):
         """What killed processes leave in the fleet's directory does not disturb the next fleet there."""
         runs = [self.worker(0), self.worker(1), self.trainer(1, *FOREVER), self.trainer(0, *FOREVER)]
@@ -187,7 +205,7 @@ class ByHand(FleetTest):
         workers = [self.worker(i, "--connect-timeout", "2s") for i in (0, 1)]
         outcome = sender.finish(timeout=15)
         self.assertEqual(outcome.code, 1)
-        self.assertTrue(outcome.err.startswith("error: trainer 0: "), outcome.err)
+        self.assertTrue(outcome.err.startswith("error: trainer 0"), outcome.err)
         self.assertIn("trainer 1", outcome.err)
         for running in workers:
             self.assertEqual(running.finish(timeout=15).code, 1)
@@ -196,7 +214,7 @@ class ByHand(FleetTest):
     def test_no_sender(self):
         outcome = self.worker(0, "--connect-timeout", "1s").finish(timeout=15)
         self.assertEqual(outcome.code, 1)
-        self.assertTrue(outcome.err.startswith("error: worker 0: "), outcome.err)
+        self.assertTrue(outcome.err.startswith("error: worker 0"), outcome.err)
 
     def test_tokens(self):
         for environment, words in (({}, ("SHARDPULL_TOKEN",)), ({"SHARDPULL_TOKEN": "12"}, ("SHARDPULL_TOKEN", "16")),

@@ -46,7 +46,10 @@ struct Writer {
     status(w.mutable_status(), m.status);
     w.set_tables(to_text(m.tables));
   }
-  void operator()(const InitRequest& m) const { out.mutable_init_request()->set_ring_depth(m.ring_depth); }
+  void operator()(const InitRequest& m) const {
+    out.mutable_init_request()->set_ring_depth(m.ring_depth);
+    out.mutable_init_request()->set_settings(m.settings);
+  }
   void operator()(const InitPayload& m) const {
     v1::InitPayload& w = *out.mutable_init_payload();
     status(w.mutable_status(), m.status);
@@ -221,7 +224,8 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
           TrainerTable{.status = from_wire(w.status()), .tables = to_vector<std::byte>(w.tables())});
     }
     case R::kInitRequest:
-      return ControlBody(InitRequest{.ring_depth = routed.init_request().ring_depth()});
+      return ControlBody(InitRequest{.ring_depth = routed.init_request().ring_depth(),
+                                     .settings = routed.init_request().settings()});
     case R::kInitPayload: {
       const v1::InitPayload& w = routed.init_payload();
       return ControlBody(

@@ -24,7 +24,7 @@ std::vector<ControlBody> samples() {
   return {
       TrainerJoin{.world_size = 4, .holding = some_bytes(), .producer_address = "/run/\xff.sock", .settings = some_bytes()},
       TrainerTable{.status = some_error(), .tables = some_bytes()},
-      InitRequest{.ring_depth = 2},
+      InitRequest{.ring_depth = 2, .settings = "--names \xff"},
       InitPayload{.status = some_error(), .tables = some_bytes()},
       InitDone{.status = some_error(), .bytes_kept = 1ull << 40, .bytes_planned = ~0ull},
       Reserve{.slot_bytes = 1ull << 33,
