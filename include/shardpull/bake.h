@@ -104,9 +104,9 @@ struct Recording {
 // own), each naming what it is about: a loader error, an unsupported op, out-of-range or self-overlapping
 // windows, other shapes, a conversion the policy forbids, duplicate names in `metadata`, a dead name that the
 // model cannot explain, a name whose copies are all overwritten by later ones (unless it is explained), a
-// parameter that no source feeds, and, when strict, a live name whose module did not bake: an unattributed copy
-// went into it, its windows do not cover it, or two of them overlap in a way that cannot be cut to keep the
-// loader's last word.
+// parameter that no source feeds, and, when strict, a live name whose module did not bake: an unattributed
+// copy went into it, its windows do not cover it, or two of them overlap in a way that cannot be cut to keep
+// the loader's last word.
 Result<Recording> bake(Model& model, const std::vector<TensorMeta>& metadata,
                        const BakeOptions& options = {});
 

@@ -20,8 +20,8 @@ struct FleetOptions {
   std::uint64_t stall_timeout_ms = 300'000;   // a running sync without progress for this long fails
   std::uint64_t heartbeat_ms = 500;
   std::uint64_t dead_after_ms = 5'000;
-  // What the programs on top were given and must all have been given alike, as text for people. A process whose
-  // text is another is refused as it joins, with both.
+  // What the programs on top were given and must all have been given alike, as text for people. A process
+  // whose text is another is refused as it joins, with both.
   std::string settings = {};
 };
 
@@ -35,7 +35,8 @@ struct WorkerReport {
   std::uint64_t bytes_moved = 0;  // by the transport's counters, headers apart
   std::uint64_t update_ns = 0;    // duration of its update
   std::uint64_t copy_ns = 0;      // of it, time in which bytes moved
-  // Of bytes_moved, the gaps of at most 15 bytes between the keys of packed chunks, each of which begins on 16.
+  // Of bytes_moved, the gaps of at most 15 bytes between the keys of packed chunks, each of which begins
+  // on 16.
   std::uint64_t padding_bytes = 0;
 };
 

@@ -182,8 +182,8 @@ class Module {
   Result<Parameter*> add_alias(std::string name, Parameter& target, std::vector<std::int64_t> shape);
   // Declares rows [first, end) of dim 0 as padding.
   Status declare_padding_rows(std::string_view parameter, std::int64_t first, std::int64_t end);
-  // Declares a window of the parameter (offset and strides in its elements) as padding. Refused: one that lies
-  // outside the parameter or overlaps itself, and as above.
+  // Declares a window of the parameter (offset and strides in its elements) as padding. Refused: one that
+  // lies outside the parameter or overlaps itself, and as above.
   Status declare_padding(std::string_view parameter, Region region);
   void set_post_process(PostProcess hook) { post_process_ = std::move(hook); }
   const PostProcess& post_process() const { return post_process_; }

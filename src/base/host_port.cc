@@ -21,8 +21,8 @@ namespace {
 
 Status refused(std::string_view what, std::string_view text, std::string_view why) {
   return Status(StatusCode::kInvalidArgument,
-                fmt::format("{}: \"{}\" {}; expected HOST:PORT, an IPv6 address in brackets: [::1]:5000", what, text,
-                            why),
+                fmt::format("{}: \"{}\" {}; expected HOST:PORT, an IPv6 address in brackets: [::1]:5000",
+                            what, text, why),
                 {.reason = Reason::kBadArgument});
 }
 
@@ -102,11 +102,12 @@ Result<std::vector<SocketAddress>> resolve(const HostPort& address) {
     if (each != nullptr) freeaddrinfo(each);
   });
   const auto unresolved = [&](std::string_view why) {
-    return Status(StatusCode::kUnavailable,
-                  fmt::format("the host name \"{}\" cannot be resolved ({}): give a name that this host knows, or its "
-                              "numeric address",
-                              address.host, why),
-                  {.reason = Reason::kHost, .fault = Fault::kHost, .retryable = true});
+    return Status(
+        StatusCode::kUnavailable,
+        fmt::format("the host name \"{}\" cannot be resolved ({}): give a name that this host knows, or its "
+                    "numeric address",
+                    address.host, why),
+        {.reason = Reason::kHost, .fault = Fault::kHost, .retryable = true});
   };
   if (failed != 0) return unresolved(failed == EAI_SYSTEM ? std::strerror(errno) : gai_strerror(failed));
   std::vector<SocketAddress> out;
@@ -140,9 +141,10 @@ Status check_can_listen(const SocketAddress& address, std::string_view what) {
       default:
         fix = "check the address";
     }
-    return Status(StatusCode::kFailedPrecondition,
-                  fmt::format("{} cannot listen at {}: {} ({})", what, address.to_string(), std::strerror(error), fix),
-                  {.reason = Reason::kHost, .fault = Fault::kHost});
+    return Status(
+        StatusCode::kFailedPrecondition,
+        fmt::format("{} cannot listen at {}: {} ({})", what, address.to_string(), std::strerror(error), fix),
+        {.reason = Reason::kHost, .fault = Fault::kHost});
   };
   const UniqueFd fd(::socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!fd) return failed(errno);

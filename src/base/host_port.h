@@ -30,8 +30,8 @@ struct SocketAddress {
 
   int family() const { return storage.ss_family; }
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
-  bool loopback() const;       // of this host only
-  std::string host() const;    // "10.0.0.7", "fd00::7", "fe80::1%eth0"
+  bool loopback() const;     // of this host only
+  std::string host() const;  // "10.0.0.7", "fd00::7", "fe80::1%eth0"
   std::uint16_t port() const;
   std::string to_string() const;  // "10.0.0.7:5000", "[fd00::7]:5000"
 };

@@ -11,7 +11,8 @@ namespace {
 using ::testing::HasSubstr;
 
 TEST(HostPort, ReadsWhatItWrites) {
-  for (const char* text : {"node7:5000", "10.0.0.7:1", "[fd00::7]:65535", "[fe80::1%eth0]:80", "a.b-c.example:443"}) {
+  for (const char* text :
+       {"node7:5000", "10.0.0.7:1", "[fd00::7]:65535", "[fe80::1%eth0]:80", "a.b-c.example:443"}) {
     const auto parsed = parse_host_port(text, "--rendezvous");
     ASSERT_TRUE(parsed.ok()) << parsed.status().message();
     EXPECT_EQ(to_string(*parsed), text);
@@ -21,8 +22,9 @@ TEST(HostPort, ReadsWhatItWrites) {
 }
 
 TEST(HostPort, RefusesTheRestNamingTheForm) {
-  for (const std::string text : {"", "host", ":5000", "host:", "host:0", "host:65536", "host:5k", "fd00::7:5000", "[::1]",
-                                 "[::1]5000", "[::1", "[host]:5000", "a b:5", "host:5\n", std::string(400, 'a').c_str()}) {
+  for (const std::string text :
+       {"", "host", ":5000", "host:", "host:0", "host:65536", "host:5k", "fd00::7:5000", "[::1]", "[::1]5000",
+        "[::1", "[host]:5000", "a b:5", "host:5\n", std::string(400, 'a').c_str()}) {
     const auto parsed = parse_host_port(text, "--rendezvous");
     ASSERT_FALSE(parsed.ok()) << text;
     EXPECT_THAT(parsed.status().message(), HasSubstr("--rendezvous")) << text;

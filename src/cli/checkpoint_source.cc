@@ -93,8 +93,7 @@ class CheckpointSource::Stream final : public GroupStream {
     auto slab = std::lower_bound(source_.served_.begin(), source_.served_.end(), group.first,
                                  [](const Slab& one, std::uint32_t name) { return one.name < name; });
     for (std::uint32_t name = group.first; name < group.first + group.count; ++name) {
-      const bool listed =
-          listed_.empty() || std::binary_search(listed_.begin(), listed_.end(), name);
+      const bool listed = listed_.empty() || std::binary_search(listed_.begin(), listed_.end(), name);
       std::uint32_t piece = 0;
       for (; slab != source_.served_.end() && slab->name == name; ++slab) {
         NamedView& view = out.tensors.emplace_back(NamedView{.name = name, .piece = piece++, .view = {}});
@@ -133,7 +132,7 @@ class CheckpointSource::Stream final : public GroupStream {
   CheckpointSource& source_;
   const std::vector<std::uint32_t> groups_;
   const std::vector<std::uint32_t> listed_;
-  std::vector<std::uint32_t> free_;                     // gather buffers
+  std::vector<std::uint32_t> free_;                   // gather buffers
   std::map<std::uint32_t, std::uint32_t> buffer_of_;  // group -> buffer
   std::size_t at_ = 0;
   std::uint64_t through_ = 0;
@@ -193,10 +192,10 @@ Status CheckpointSource::allocate(Trainer& trainer) {
 Status CheckpointSource::read(const Slab& slab) const {
   if (slab.bytes == 0) return {};
   const TensorMeta& meta = model_.metadata[slab.name];
-  return for_each_run(meta.dtype, meta.shape, slab.box,
-                      [&](std::uint64_t from, std::uint64_t to, std::uint64_t bytes) {
-                        return model_.checkpoint->read(model_.tensor[slab.name], from, {slab.data + to, bytes});
-                      });
+  return for_each_run(
+      meta.dtype, meta.shape, slab.box, [&](std::uint64_t from, std::uint64_t to, std::uint64_t bytes) {
+        return model_.checkpoint->read(model_.tensor[slab.name], from, {slab.data + to, bytes});
+      });
 }
 
 Status CheckpointSource::gather(const Slab& slab, std::byte* to) const {
@@ -204,9 +203,9 @@ Status CheckpointSource::gather(const Slab& slab, std::byte* to) const {
   const TensorMeta& meta = model_.metadata[slab.name];
   const std::uint64_t version = version_[slab.name];
   SHARDPULL_RETURN_IF_ERROR(for_each_run(
-      meta.dtype, meta.shape, slab.box, [&](std::uint64_t from, std::uint64_t at, std::uint64_t bytes) -> Status {
-        SHARDPULL_RETURN_IF_ERROR(
-            model_.checkpoint->read(model_.tensor[slab.name], from, {to + at, bytes}));
+      meta.dtype, meta.shape, slab.box,
+      [&](std::uint64_t from, std::uint64_t at, std::uint64_t bytes) -> Status {
+        SHARDPULL_RETURN_IF_ERROR(model_.checkpoint->read(model_.tensor[slab.name], from, {to + at, bytes}));
         mutate(to + at, bytes, 0, version, from);
         return {};
       }));
@@ -224,8 +223,9 @@ Status CheckpointSource::gather(const Slab& slab, std::byte* to) const {
   return {};
 }
 
-Result<std::unique_ptr<CheckpointSource>> CheckpointSource::load(const ModelInput& model, SourceOptions options,
-                                                                 Trainer& trainer, Progress progress) {
+Result<std::unique_ptr<CheckpointSource>> CheckpointSource::load(const ModelInput& model,
+                                                                 SourceOptions options, Trainer& trainer,
+                                                                 Progress progress) {
   std::unique_ptr<CheckpointSource> source(
       new CheckpointSource(model, std::move(options), std::move(progress)));
   SHARDPULL_ASSIGN_OR_RETURN(source->groups_, form_groups(model.metadata));

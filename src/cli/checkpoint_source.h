@@ -75,7 +75,7 @@ class CheckpointSource final : public WeightSource {
   const SourceOptions options_;
   const Progress progress_;
   std::vector<GatherGroup> groups_;
-  std::vector<Slab> kept_, served_;     // ascending by name; the served ones have data where nothing is gathered
+  std::vector<Slab> kept_, served_;  // ascending by name; the served ones have data where nothing is gathered
   std::vector<std::uint64_t> version_;  // of each name, by metadata index
   bool gathers_ = false;
   EngineMemory memory_, gather_memory_;

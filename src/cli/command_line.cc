@@ -27,7 +27,8 @@ constexpr std::int64_t kMaxSyncs = 1'000'000'000;
 
 // The value of a Result, or the parse error that shows its message.
 const CLI::Validator not_empty(
-    [](std::string& text) { return text.empty() ? std::string("must not be empty") : std::string(); }, "", "not empty");
+    [](std::string& text) { return text.empty() ? std::string("must not be empty") : std::string(); }, "",
+    "not empty");
 
 template <typename T>
 T value_or_throw(Result<T> result) {
@@ -80,7 +81,8 @@ CLI::Option* add_bytes(CLI::App& app, const std::string& flag, std::uint64_t& ta
       exact_bytes(target));
 }
 
-CLI::Option* add_speed(CLI::App& app, const std::string& flag, std::uint64_t& target, const std::string& help) {
+CLI::Option* add_speed(CLI::App& app, const std::string& flag, std::uint64_t& target,
+                       const std::string& help) {
   return add_text(app, flag, help, "BYTES/s", [&target, flag](const std::string& text) {
     if (!text.ends_with("/s")) {
       throw CLI::ValidationError(fmt::format("{}: \"{}\" is no speed such as 50GB/s", flag, text));
@@ -208,7 +210,9 @@ void check_has_bytes(const ShapeSpec& shape) {
 void add_fleet(CLI::App& app, FleetArguments& fleet) {
   CLI::Option* const words = add_text(
       app, "--trainer", "How the trainer's ranks hold the model: pp, ep, fsdp", "WORD=N,..",
-      [&fleet](const std::string& text) { fleet.trainer.layout = value_or_throw(parse_trainer_layout(text)); },
+      [&fleet](const std::string& text) {
+        fleet.trainer.layout = value_or_throw(parse_trainer_layout(text));
+      },
       to_string(fleet.trainer));
   app.add_option("--trainer-layout", fleet.trainer.file, "A layout file that says it instead, rank by rank")
       ->type_name("FILE")
@@ -297,9 +301,10 @@ void add_withhold(CLI::App& app, std::vector<std::string>& names) {
 }
 
 void add_recordings(CLI::App& app, std::vector<std::string>& files) {
-  app.add_option("--recording", files,
-                 "Replay these recordings instead of baking: one file per worker of a replica, in the order of "
-                 "their ids, or one name with {worker} in it")
+  app.add_option(
+         "--recording", files,
+         "Replay these recordings instead of baking: one file per worker of a replica, in the order of "
+         "their ids, or one name with {worker} in it")
       ->type_name("FILE..")
       ->check(not_empty);
 }
@@ -363,29 +368,29 @@ Notice wrong_use(const CLI::App& app, const std::string& message) {
 
 std::vector<std::string> to_flags(const FleetArguments& fleet) {
   std::vector<std::string> flags = {fleet.trainer.file.empty() ? "--trainer" : "--trainer-layout",
-          to_string(fleet.trainer),
-          "--publish",
-          std::string(word_of(fleet.trainer.publish)),
-          "--inference",
-          to_string(fleet.inference),
-          "--ring-depth",
-          fmt::format("{}", fleet.ring_depth),
-          "--lookahead",
-          fmt::format("{}", fleet.lookahead),
-          "--max-chunk-bytes",
-          exact_bytes(fleet.max_chunk_bytes),
-          "--export-pack-limit",
-          exact_bytes(fleet.export_pack_limit_bytes),
-          "--chunk-split",
-          fmt::format("{}", fleet.chunk_split),
-          "--pull-split",
-          fmt::format("{}", fleet.pull_split),
-          "--path",
-          std::string(word_of(fleet.path)),
-          "--connect-timeout",
-          exact_duration(fleet.connect_timeout_ns),
-          "--stall-timeout",
-          exact_duration(fleet.stall_timeout_ns)};
+                                    to_string(fleet.trainer),
+                                    "--publish",
+                                    std::string(word_of(fleet.trainer.publish)),
+                                    "--inference",
+                                    to_string(fleet.inference),
+                                    "--ring-depth",
+                                    fmt::format("{}", fleet.ring_depth),
+                                    "--lookahead",
+                                    fmt::format("{}", fleet.lookahead),
+                                    "--max-chunk-bytes",
+                                    exact_bytes(fleet.max_chunk_bytes),
+                                    "--export-pack-limit",
+                                    exact_bytes(fleet.export_pack_limit_bytes),
+                                    "--chunk-split",
+                                    fmt::format("{}", fleet.chunk_split),
+                                    "--pull-split",
+                                    fmt::format("{}", fleet.pull_split),
+                                    "--path",
+                                    std::string(word_of(fleet.path)),
+                                    "--connect-timeout",
+                                    exact_duration(fleet.connect_timeout_ns),
+                                    "--stall-timeout",
+                                    exact_duration(fleet.stall_timeout_ns)};
   for (const std::string& pattern : fleet.names) {
     flags.push_back("--names");
     flags.push_back(pattern);
@@ -446,9 +451,9 @@ Command parse_command_line(const std::vector<std::string>& words) {
       ->check(not_empty)
       ->excludes(plan_app->get_option("--recording"));
   const std::string prediction = "Prediction";
-  CLI::Option* const link =
-      add_speed(*plan_app, "--link", plan.link, "Predict the time of a sync over links of this speed, per process")
-          ->group(prediction);
+  CLI::Option* const link = add_speed(*plan_app, "--link", plan.link,
+                                      "Predict the time of a sync over links of this speed, per process")
+                                ->group(prediction);
   add_speed(*plan_app, "--trainer-link", plan.trainer_link, "Speed out of a trainer rank, where it differs")
       ->group(prediction)
       ->needs(link);
@@ -593,7 +598,8 @@ int run(int argc, const char* const* argv) {
     int operator()(const TrainerArguments& arguments) const { return run_trainer(arguments); }
     int operator()(const WorkerArguments& arguments) const { return run_worker(arguments); }
   };
-  // A closed standard stream must not become the descriptor of something else, and what is written to it is lost.
+  // A closed standard stream must not become the descriptor of something else, and what is written to it is
+  // lost.
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(stream, F_GETFD) == -1) (void)::open("/dev/full", O_RDWR);
   }

@@ -74,7 +74,8 @@ TEST(CommandLine, LayoutFileReplacesTheWords) {
   const auto flags = to_flags(fleet);
   words.insert(words.end(), flags.begin(), flags.end());
   EXPECT_EQ(parsed<TrainerArguments>(words).fleet.trainer, fleet.trainer);
-  EXPECT_EQ(notice({"sync", "--model", "m", "--trainer", "pp=2", "--trainer-layout", "f"}).exit_code, kExitUsage);
+  EXPECT_EQ(notice({"sync", "--model", "m", "--trainer", "pp=2", "--trainer-layout", "f"}).exit_code,
+            kExitUsage);
 }
 
 TEST(CommandLine, DefaultsAreThoseOfTheLibrary) {
@@ -119,7 +120,8 @@ TEST(CommandLine, LinksToPredictFor) {
   EXPECT_THAT(notice({"plan", "--shape", "qwen3-8b:full", "--link", "50GB"}).text,
               HasSubstr("--link: \"50GB\" is no speed such as 50GB/s"));
   EXPECT_EQ(notice({"plan", "--shape", "qwen3-8b:full", "--link", "0B/s"}).exit_code, kExitUsage);
-  EXPECT_THAT(notice({"plan", "--shape", "qwen3-8b:full", "--worker-link", "1GB/s"}).text, HasSubstr("--link"));
+  EXPECT_THAT(notice({"plan", "--shape", "qwen3-8b:full", "--worker-link", "1GB/s"}).text,
+              HasSubstr("--link"));
 }
 
 TEST(CommandLine, Recordings) {
@@ -128,16 +130,18 @@ TEST(CommandLine, Recordings) {
     words.insert(words.end(), more.begin(), more.end());
     return words;
   };
-  EXPECT_EQ(parsed<PlanArguments>(with(base, {"--save-recording", "r-{worker}"})).save_recording, "r-{worker}");
+  EXPECT_EQ(parsed<PlanArguments>(with(base, {"--save-recording", "r-{worker}"})).save_recording,
+            "r-{worker}");
   EXPECT_EQ(parsed<PlanArguments>(with(base, {"--recording", "a", "b"})).recordings,
             (std::vector<std::string>{"a", "b"}));
   EXPECT_EQ(notice(with(base, {"--recording", "a", "--save-recording", "b"})).exit_code, kExitUsage);
   EXPECT_EQ(notice(with(base, {"--recording", ""})).exit_code, kExitUsage);
   EXPECT_EQ(parsed<SyncArguments>({"sync", "--model", "m", "--recording", "a", "b", "--verify"}).recordings,
             (std::vector<std::string>{"a", "b"}));
-  EXPECT_EQ(parsed<WorkerArguments>({"worker", "--id", "0", "--model", "m", "--fleet-dir", "d", "--recording", "a"})
-                .recordings,
-            std::vector<std::string>{"a"});
+  EXPECT_EQ(
+      parsed<WorkerArguments>({"worker", "--id", "0", "--model", "m", "--fleet-dir", "d", "--recording", "a"})
+          .recordings,
+      std::vector<std::string>{"a"});
   const std::vector<std::string> trainer = {"trainer", "--rank", "0", "--model", "m", "--fleet-dir", "d"};
   EXPECT_FALSE(parsed<TrainerArguments>(trainer).any_architecture);
   EXPECT_TRUE(parsed<TrainerArguments>(with(trainer, {"--any-architecture"})).any_architecture);

@@ -101,7 +101,7 @@ struct TrainerArguments {
   ProcessArguments process;
   std::vector<std::string> withhold;
   std::uint32_t rank = 0;
-  bool verify = false;  // the sender waits for the workers' verdicts and reports them
+  bool verify = false;            // the sender waits for the workers' verdicts and reports them
   bool any_architecture = false;  // the checkpoint is not compared with what a family implies
 };
 

@@ -13,8 +13,8 @@
 
 #include "base/clock.h"
 #include "base/status_macros.h"
-#include "plan/restrict.h"
 #include "cli/recordings.h"
+#include "plan/restrict.h"
 
 namespace shardpull::cli {
 

@@ -108,8 +108,8 @@ std::string as_text(const Findings& findings) {
     rows = {{"tensor", "dtype", "shape", "file", "bytes"}};
     std::uint64_t total = 0;
     for (const Row& row : findings.tensors) {
-      rows.push_back({printable(row.meta.name), std::string(dtype_name(row.meta.dtype)), shape_text(row.meta.shape),
-                      row.file, fmt::format("{}", row.bytes)});
+      rows.push_back({printable(row.meta.name), std::string(dtype_name(row.meta.dtype)),
+                      shape_text(row.meta.shape), row.file, fmt::format("{}", row.bytes)});
       total += row.bytes;
     }
     text += format_table(rows, 4);

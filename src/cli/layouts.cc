@@ -36,7 +36,8 @@ Result<std::uint64_t> count_of(std::string_view text, std::string_view flag, std
   std::uint64_t count = 1;
   for (const Word& word : words) {
     count *= *word.target;  // at most kMaxRanks^2 here
-    if (count > kMaxRanks) return refused(fmt::format("{}: {} gives more than {} {}", flag, text, kMaxRanks, what));
+    if (count > kMaxRanks)
+      return refused(fmt::format("{}: {} gives more than {} {}", flag, text, kMaxRanks, what));
   }
   return count;
 }
@@ -85,8 +86,8 @@ bool is_input_embedding(std::string_view name) {
   return name.ends_with("embed_tokens.weight") || name.ends_with("word_embeddings.weight");
 }
 
-
-// A part of `total` things: rank `index` of `count` has [first, first + size), the remainder going to the first.
+// A part of `total` things: rank `index` of `count` has [first, first + size), the remainder going to the
+// first.
 struct Block {
   std::int64_t first = 0, size = 0;
 };
@@ -126,8 +127,8 @@ std::optional<Box> fsdp_rows(Box box, std::int64_t count, std::int64_t index) {
 }
 
 // The names of each pipeline stage.
-Result<std::vector<std::vector<std::uint32_t>>> names_of_stages(const std::vector<TensorMeta>& metadata, bool tied,
-                                                                std::uint32_t pp) {
+Result<std::vector<std::vector<std::uint32_t>>> names_of_stages(const std::vector<TensorMeta>& metadata,
+                                                                bool tied, std::uint32_t pp) {
   SHARDPULL_ASSIGN_OR_RETURN(const std::vector<GatherGroup> groups, form_groups(metadata));
 
   // The layers in the model's order. form_groups gives them in the list's, where 10 may come before 2.
@@ -191,13 +192,14 @@ Result<TrainerLayout> parse_trainer_layout(std::string_view text) {
 Result<InferenceLayout> parse_inference_layout(std::string_view text) {
   std::uint32_t tp = 0, pp = 1, dp = 1, ep = 1, replicas = 1;
   const Word words[] = {{"tp", &tp}, {"pp", &pp}, {"dp", &dp}, {"ep", &ep}, {"replicas", &replicas}};
-  SHARDPULL_RETURN_IF_ERROR(parse_words(
-      text, "--inference", "tp=N, pp=N, dp=N, ep=N and replicas=N, each at most once, such as tp=2,pp=1",
-      words));
+  SHARDPULL_RETURN_IF_ERROR(
+      parse_words(text, "--inference",
+                  "tp=N, pp=N, dp=N, ep=N and replicas=N, each at most once, such as tp=2,pp=1", words));
   if (tp == 0) tp = ep > 1 && ep % dp == 0 ? ep / dp : 1;
   if (ep > 1 && std::uint64_t{ep} != std::uint64_t{tp} * dp) {
-    return refused(fmt::format(
-        "--inference: {}: ep is 1 or tp x dp, the workers of a pipeline stage, which are {} x {}", text, tp, dp));
+    return refused(
+        fmt::format("--inference: {}: ep is 1 or tp x dp, the workers of a pipeline stage, which are {} x {}",
+                    text, tp, dp));
   }
   const Word processes[] = {{"tp", &tp}, {"pp", &pp}, {"dp", &dp}, {"replicas", &replicas}};
   SHARDPULL_RETURN_IF_ERROR(count_of(text, "--inference", "workers", processes).status());

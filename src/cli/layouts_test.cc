@@ -132,9 +132,8 @@ TEST(Layouts, BertNames) {
 
 // Goal: torch's fully_shard: ceil(rows / ranks) each, so that the last rank has the rest, or nothing.
 TEST(Layouts, FsdpRowsAreTorchChunks) {
-  const std::vector<TensorMeta> metadata = {{"a", DType::kBF16, {10, 2}},
-                                            {"b", DType::kBF16, {3, 2}},
-                                            {"c", DType::kF32, {}}};
+  const std::vector<TensorMeta> metadata = {
+      {"a", DType::kBF16, {10, 2}}, {"b", DType::kBF16, {3, 2}}, {"c", DType::kF32, {}}};
   const auto ranks = holdings_of(metadata, false, {.fsdp = 4});
   ASSERT_TRUE(ranks.ok()) << ranks.status().message();
   ASSERT_EQ(ranks->size(), 4u);
@@ -150,12 +149,13 @@ TEST(Layouts, FsdpRowsAreTorchChunks) {
   }
 }
 
-// Goal: five experts over two ranks are 3 + 2, one by one and stacked; what is no expert is on both; fsdp ranks
-// cut the block of a stack.
+// Goal: five experts over two ranks are 3 + 2, one by one and stacked; what is no expert is on both; fsdp
+// ranks cut the block of a stack.
 TEST(Layouts, ExpertsAreCutIntoBlocks) {
   std::vector<TensorMeta> metadata = {{"model.layers.0.mlp.gate.weight", DType::kBF16, {5, 4}}};
   for (int e = 0; e < 5; ++e) {
-    metadata.push_back({"model.layers.1.mlp.experts." + std::to_string(e) + ".up_proj.weight", DType::kBF16, {6, 4}});
+    metadata.push_back(
+        {"model.layers.1.mlp.experts." + std::to_string(e) + ".up_proj.weight", DType::kBF16, {6, 4}});
   }
   metadata.push_back({"model.layers.2.mlp.experts.down_proj", DType::kBF16, {5, 4, 6}});
   metadata.push_back({"model.layers.2.mlp.shared_experts.down_proj.weight", DType::kBF16, {4, 6}});

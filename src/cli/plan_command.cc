@@ -36,7 +36,8 @@ std::string publish_text(const PlanArguments& arguments, const FleetPlan& fleet)
   std::string text = resident ? "resident: ranks publish what they hold, in place"
                               : "gather: ranks publish whole tensors, group by group as there is credit";
   if (arguments.fleet.trainer.publish != PublishMode::kAuto) return text + " (asked for)";
-  return text + (in_pieces ? " (auto: some rank holds a part of a tensor)" : " (auto: all tensors are held whole)");
+  return text +
+         (in_pieces ? " (auto: some rank holds a part of a tensor)" : " (auto: all tensors are held whole)");
 }
 
 std::string as_json(const ModelInput& model, const PlanArguments& arguments, const FleetPlan& fleet) {
@@ -124,8 +125,8 @@ Status plan(const PlanArguments& arguments) {
   const ModelInput& model = *input;
   std::vector<std::string> recordings;
   if (!arguments.recordings.empty()) {
-    SHARDPULL_ASSIGN_OR_RETURN(recordings,
-                               recording_files(arguments.recordings, arguments.fleet.inference, "--recording"));
+    SHARDPULL_ASSIGN_OR_RETURN(
+        recordings, recording_files(arguments.recordings, arguments.fleet.inference, "--recording"));
   }
   const PathPolicy path = arguments.fleet.path == PathChoice::kPacked   ? PathPolicy::kPacked
                           : arguments.fleet.path == PathChoice::kMapped ? PathPolicy::kMapped
@@ -151,8 +152,8 @@ Status plan(const PlanArguments& arguments) {
         const std::vector<std::string> files,
         recording_files({arguments.save_recording}, arguments.fleet.inference, "--save-recording"));
     for (std::uint32_t worker = 0; worker < files.size(); ++worker) {
-      SHARDPULL_RETURN_IF_ERROR(save_recording(files[worker], fleet.recording(worker), model,
-                                               arguments.fleet.inference, worker));
+      SHARDPULL_RETURN_IF_ERROR(
+          save_recording(files[worker], fleet.recording(worker), model, arguments.fleet.inference, worker));
     }
   }
   if (!arguments.explain.empty()) {
@@ -171,7 +172,8 @@ Status plan(const PlanArguments& arguments) {
   if (!arguments.explain.empty()) {
     std::fputs(explain(fleet.tables, arguments.explain).c_str(), stdout);
     for (const WorkerPlan& plan : fleet.plans) {
-      std::fputs(explain(fleet.tables, plan, fleet.recording(plan.consumer), arguments.explain).c_str(), stdout);
+      std::fputs(explain(fleet.tables, plan, fleet.recording(plan.consumer), arguments.explain).c_str(),
+                 stdout);
     }
     if (fleet.tables.num_replicas > 1) {
       std::fputs(fmt::format("the same in all {} replicas\n", fleet.tables.num_replicas).c_str(), stdout);

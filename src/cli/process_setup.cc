@@ -89,7 +89,8 @@ Result<std::vector<std::uint32_t>> later_names(const FleetArguments& fleet, cons
 
 std::string describe_layouts(const FleetArguments& fleet) {
   // A file may lie elsewhere on another host; what it says reaches the workers with the plan's tables.
-  const std::string trainer = fleet.trainer.file.empty() ? "--trainer " + to_string(fleet.trainer) : "--trainer-layout";
+  const std::string trainer =
+      fleet.trainer.file.empty() ? "--trainer " + to_string(fleet.trainer) : "--trainer-layout";
   std::string text = fmt::format("{} --inference {}", trainer, to_string(fleet.inference));
   for (const std::string& pattern : fleet.names) text += " --names " + pattern;
   return text;
@@ -100,7 +101,8 @@ int fail(LauncherChannel& launcher, const std::string& name, const Status& statu
     launcher.send_error(status);
   } else {
     const bool named = status.message().starts_with(name + " ") || status.message().starts_with(name + ":");
-    std::fprintf(stderr, "error: %s%s%s\n", named ? "" : name.c_str(), named ? "" : ": ", status.message().c_str());
+    std::fprintf(stderr, "error: %s%s%s\n", named ? "" : name.c_str(), named ? "" : ": ",
+                 status.message().c_str());
   }
   return kExitFailed;
 }

@@ -329,19 +329,18 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
 
   // Whatever is wrong with model, layout or plan shows here, before a process starts.
   const FleetArguments& fleet = arguments.fleet;
-  auto plan =
-      plan_fleet(*model, {.trainer = fleet.trainer,
-                          .inference = fleet.inference,
-                          .ring_depth = fleet.ring_depth,
-                          .export_pack_limit_bytes = fleet.export_pack_limit_bytes,
-                          .plan = {.max_chunk_bytes = fleet.max_chunk_bytes,
-                                   .chunk_split = fleet.chunk_split,
-                                   .pull_split = fleet.pull_split,
-                                   .path = policy_of(fleet.path)},
-                          .bake = {},
-                          .recordings = recordings,
-                          .withheld = arguments.withhold,
-                          .names = fleet.names});
+  auto plan = plan_fleet(*model, {.trainer = fleet.trainer,
+                                  .inference = fleet.inference,
+                                  .ring_depth = fleet.ring_depth,
+                                  .export_pack_limit_bytes = fleet.export_pack_limit_bytes,
+                                  .plan = {.max_chunk_bytes = fleet.max_chunk_bytes,
+                                           .chunk_split = fleet.chunk_split,
+                                           .pull_split = fleet.pull_split,
+                                           .path = policy_of(fleet.path)},
+                                  .bake = {},
+                                  .recordings = recordings,
+                                  .withheld = arguments.withhold,
+                                  .names = fleet.names});
   if (!plan.ok()) return failed(plan.status());
   report.publish = plan->holdings.resident ? "resident" : "gather";
   std::uint64_t bytes_per_sync = 0;

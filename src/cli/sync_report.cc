@@ -63,8 +63,7 @@ std::string encode(const ProcessReport& report) {
 Result<ProcessReport> decode_process_report(const std::string& text) {
   try {
     const json from = json::parse(text);
-    ProcessReport report{.memory = memory_from(from.at("memory")),
-                         .verdict = std::nullopt};
+    ProcessReport report{.memory = memory_from(from.at("memory")), .verdict = std::nullopt};
     if (from.contains("verdict")) report.verdict = verdict_from(from.at("verdict"));
     return report;
   } catch (const json::exception&) {
@@ -156,12 +155,9 @@ bool SyncOutcome::exact() const {
 json to_json(const SyncOutcome& outcome) {
   json workers = json::array();
   for (const WorkerOutcome& worker : outcome.workers) {
-    json one = {{"consumer", worker.report.consumer},
-                {"bytes_kept", worker.report.bytes_kept},
-                {"bytes_moved", worker.report.bytes_moved},
-                {"update_ns", worker.report.update_ns},
-                {"copy_ns", worker.report.copy_ns},
-                {"padding_bytes", worker.report.padding_bytes}};
+    json one = {{"consumer", worker.report.consumer},       {"bytes_kept", worker.report.bytes_kept},
+                {"bytes_moved", worker.report.bytes_moved}, {"update_ns", worker.report.update_ns},
+                {"copy_ns", worker.report.copy_ns},         {"padding_bytes", worker.report.padding_bytes}};
     if (worker.verdict) one["verdict"] = to_json(*worker.verdict);
     workers.push_back(std::move(one));
   }
@@ -299,7 +295,8 @@ std::string to_text(const RunReport& report) {
            sync.export_bytes() != 0 ? fmt::format("{} in {}", format_bytes(sync.export_bytes()),
                                                   duration(static_cast<double>(sync.export_ns())))
                                     : "none",
-           sync.packs() != 0 ? fmt::format("{} of {}", sync.packs(), format_bytes(sync.packed_bytes())) : "none"});
+           sync.packs() != 0 ? fmt::format("{} of {}", sync.packs(), format_bytes(sync.packed_bytes()))
+                             : "none"});
     }
     text += format_table(rows, 0);
     if (unsteady != 0) {

@@ -67,7 +67,8 @@ struct SyncOutcome {
   std::uint64_t padding_bytes() const;
   std::uint64_t export_ns() const;     // of the slowest rank
   std::uint64_t export_bytes() const;  // of all ranks
-  // Pulls that all ranks packed into serve slots. Workers of several replicas that take the same share a pack.
+  // Pulls that all ranks packed into serve slots. Workers of several replicas that take the same share a
+  // pack.
   std::uint64_t packs() const;
   std::uint64_t packed_bytes() const;
   // Mean of the two plain copies.

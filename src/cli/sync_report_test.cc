@@ -19,13 +19,28 @@ SyncOutcome outcome(std::uint32_t sync, bool exact) {
   out.wall_ns = 2'000'000;
   for (std::uint32_t id = 0; id < 2; ++id) {
     WorkerOutcome worker;
-    worker.report = {.consumer = id, .bytes_kept = 1000, .bytes_moved = 1000, .update_ns = 7, .copy_ns = 5, .padding_bytes = 3};
+    worker.report = {.consumer = id,
+                     .bytes_kept = 1000,
+                     .bytes_moved = 1000,
+                     .update_ns = 7,
+                     .copy_ns = 5,
+                     .padding_bytes = 3};
     worker.verdict =
         VerdictReport{.exact = exact, .error = exact ? "" : "differs", .parameters = 500, .bytes = 1128};
     out.workers.push_back(worker);
   }
-  out.ranks = {{.rank = 0, .export_ns = 30, .export_bytes = 100, .peak_resident_bytes = 9, .packs = 4, .packed_bytes = 70},
-               {.rank = 1, .export_ns = 40, .export_bytes = 200, .peak_resident_bytes = 8, .packs = 5, .packed_bytes = 60}};
+  out.ranks = {{.rank = 0,
+                .export_ns = 30,
+                .export_bytes = 100,
+                .peak_resident_bytes = 9,
+                .packs = 4,
+                .packed_bytes = 70},
+               {.rank = 1,
+                .export_ns = 40,
+                .export_bytes = 200,
+                .peak_resident_bytes = 8,
+                .packs = 5,
+                .packed_bytes = 60}};
   return out;
 }
 

@@ -68,14 +68,14 @@ class TrainerRun {
                          .publish = arguments_.fleet.trainer.publish,
                          .settings = fmt::format("{}", fmt::join(to_flags(arguments_.versions), " "))}));
     trainer_ = trainer.get();
-    SHARDPULL_ASSIGN_OR_RETURN(const std::unique_ptr<CheckpointSource> source,
-                               CheckpointSource::load(model,
-                                                      {.kept = std::move(holdings.kept[arguments_.rank]),
-                                                       .served = std::move(holdings.served[arguments_.rank]),
-                                                       .resident = holdings.resident,
-                                                       .resident_groups = arguments_.fleet.lookahead + 1},
-                                                      *trainer,
-                                                      [this](std::uint64_t bytes) { show_progress(bytes); }));
+    SHARDPULL_ASSIGN_OR_RETURN(
+        const std::unique_ptr<CheckpointSource> source,
+        CheckpointSource::load(model,
+                               {.kept = std::move(holdings.kept[arguments_.rank]),
+                                .served = std::move(holdings.served[arguments_.rank]),
+                                .resident = holdings.resident,
+                                .resident_groups = arguments_.fleet.lookahead + 1},
+                               *trainer, [this](std::uint64_t bytes) { show_progress(bytes); }));
     SHARDPULL_RETURN_IF_ERROR(trainer->init(*source));
     for (std::uint32_t sync = 1; sync <= arguments_.versions.syncs; ++sync) {
       SHARDPULL_RETURN_IF_ERROR(run_sync(sync, *source).with_context(fmt::format("sync {}", sync)));
@@ -101,18 +101,19 @@ class TrainerRun {
     const bool part = sync > 1 && !names_.empty();
     source.set_version(version, part ? names_ : std::vector<std::uint32_t>());
     SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("ready", sync));
-    SHARDPULL_ASSIGN_OR_RETURN(const SyncReport report, trainer_->send_weights(version, {.names = part ? arguments_.fleet.names
-                                                                                                  : std::vector<std::string>()}));
+    SHARDPULL_ASSIGN_OR_RETURN(const SyncReport report,
+                               trainer_->send_weights(version, {.names = part ? arguments_.fleet.names
+                                                                              : std::vector<std::string>()}));
     memory_.pause();
     SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("synced", sync));
 
     ProcessReport own;
     // The weights are shared memory of their own; the engine's rings and buffers are shared as well.
-    own.memory = {.process = name_,
-                  .model_bytes = source.held_bytes(),
-                  .engine_bytes = trainer_->engine_bytes(),
-                  .peak_extra_bytes =
-                      memory_.peak_bytes() + trainer_->engine_bytes() + source.gather_bytes()};
+    own.memory = {
+        .process = name_,
+        .model_bytes = source.held_bytes(),
+        .engine_bytes = trainer_->engine_bytes(),
+        .peak_extra_bytes = memory_.peak_bytes() + trainer_->engine_bytes() + source.gather_bytes()};
     if (sender()) {
       SHARDPULL_RETURN_IF_ERROR(collect(sync, report, std::move(own)));
     } else {

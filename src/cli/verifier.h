@@ -42,7 +42,8 @@ Result<Verdict> verify(const ModelInput& input, const ModelFactory& build, const
 // them; empty: all.
 void poison(Model& model, const Recording& recording, const std::vector<std::uint32_t>& names = {});
 
-// Makes `directory` if it is not there, and checks that it can be written to, before a fleet is started for it.
+// Makes `directory` if it is not there, and checks that it can be written to, before a fleet is started for
+// it.
 Status prepare_dump(const std::string& directory);
 // Writes `directory`/worker-<consumer>.safetensors: every parameter as "module.parameter", row-major.
 Status dump(const Model& model, const std::string& directory, std::uint32_t consumer, std::uint64_t version);

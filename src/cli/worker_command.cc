@@ -147,7 +147,7 @@ class WorkerRun {
   Model* model_ = nullptr;
   Worker* worker_ = nullptr;
   std::uint32_t syncs_ = 0;
-  std::vector<std::uint32_t> names_;  // of the syncs after the first, ascending; empty: all
+  std::vector<std::uint32_t> names_;     // of the syncs after the first, ascending; empty: all
   std::vector<std::uint64_t> versions_;  // that each tensor was last sent at, by metadata index
   Status failure_;
 };

@@ -28,8 +28,8 @@ class ControlSink {
 };
 
 struct ControlOptions {
-  // Where the hub is: "unix:/path" (in an owner-only directory) or "tcp:HOST:PORT" (a name, an IPv4 address, or
-  // an IPv6 address in brackets). A hub listens at every address HOST has.
+  // Where the hub is: "unix:/path" (in an owner-only directory) or "tcp:HOST:PORT" (a name, an IPv4 address,
+  // or an IPv6 address in brackets). A hub listens at every address HOST has.
   std::string address;
   bool insecure_listen = false;  // a hub may listen where other hosts reach it: nothing is encrypted
   FleetToken token = 0;

@@ -30,6 +30,8 @@ struct NameOf {
 
 }  // namespace
 
-std::string_view name_of(const ControlBody& body) { return std::visit(NameOf{}, body); }
+std::string_view name_of(const ControlBody& body) {
+  return std::visit(NameOf{}, body);
+}
 
 }  // namespace shardpull

@@ -501,9 +501,10 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
         " name(s) feed nothing and the model cannot explain them: " + describe_list(unexplained));
   }
   if (!overwritten.empty()) {
-    errors.push_back(std::to_string(overwritten.size()) +
-                     " name(s) are loaded and then overwritten whole by others, and the model does not explain it: " +
-                     describe_list(overwritten));
+    errors.push_back(
+        std::to_string(overwritten.size()) +
+        " name(s) are loaded and then overwritten whole by others, and the model does not explain it: " +
+        describe_list(overwritten));
   }
   if (!unfed.empty()) errors.push_back("no source feeds " + describe_list(unfed, "; "));
   if (!homeless.empty()) errors.push_back(describe_list(homeless, "; "));

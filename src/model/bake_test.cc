@@ -314,8 +314,8 @@ TEST(Bake, OverlappingCopiesKeepTheLastWord) {
   }
 }
 
-// An earlier copy that is overwritten completely is gone, which its model must explain; its name is live all the
-// same.
+// An earlier copy that is overwritten completely is gone, which its model must explain; its name is live all
+// the same.
 TEST(Bake, OverwrittenCopyIsDropped) {
   TableModel model;
   Parameter* const p = must(model.module("m").add_parameter("weight", DType::kF32, {6}));

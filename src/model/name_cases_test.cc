@@ -10,15 +10,16 @@
 namespace shardpull {
 namespace {
 
-// Goal: a text-only trainer before a worker of the multimodal class fails with both lists and shows the prefix.
+// Goal: a text-only trainer before a worker of the multimodal class fails with both lists and shows the
+// prefix.
 TEST(NameCases, case_047_names_without_the_workers_prefix) {
   const TinyModel worker{.architecture = "LlavaForConditionalGeneration", .text_config_type = "llama"};
   const TinyModel trainer;
   const auto model = must(build_model(worker.config(), {.tp = 2}, 0));
   const auto refused = bake(*model, trainer.tensors());
-  EXPECT_TRUE(fails_with(
-      refused, {"does not have", "model.layers.0.", "nearest: model.language_model.layers.0.", "needs are not given",
-                "model.language_model.embed_tokens.weight"}));
+  EXPECT_TRUE(
+      fails_with(refused, {"does not have", "model.layers.0.", "nearest: model.language_model.layers.0.",
+                           "needs are not given", "model.language_model.embed_tokens.weight"}));
   // Parts of a tensor that is fused on disk are not missing.
   const TinyModel fused{.fused = true};
   std::vector<TensorMeta> misspelt = fused.tensors();
@@ -35,11 +36,12 @@ TEST(NameCases, case_047_names_without_the_workers_prefix) {
                          {"2 name(s)", "visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.bias"}));
 }
 
-// Goal: whether a name has an adapter's base layer is decided name by name, in both directions; a mapping that
-// strips or adds the part everywhere is loud.
+// Goal: whether a name has an adapter's base layer is decided name by name, in both directions; a mapping
+// that strips or adds the part everywhere is loud.
 TEST(NameCases, case_049_base_layers_are_decided_name_by_name) {
-  const std::vector<TensorMeta> wrapped = {{"q_proj.base_layer.weight", DType::kBF16, {8, 4}},
-                                           {"visual.merger.linear_fc1.base_layer.weight", DType::kBF16, {8, 4}}};
+  const std::vector<TensorMeta> wrapped = {
+      {"q_proj.base_layer.weight", DType::kBF16, {8, 4}},
+      {"visual.merger.linear_fc1.base_layer.weight", DType::kBF16, {8, 4}}};
   const std::vector<TensorMeta> plain = {{"q_proj.weight", DType::kBF16, {8, 4}},
                                          {"visual.merger.linear_fc1.weight", DType::kBF16, {8, 4}}};
   struct Wrapping : TableModel {
@@ -76,8 +78,8 @@ TEST(NameCases, case_049_base_layers_are_decided_name_by_name) {
                           "needs are not given: model.layers.0.self_attn.q_proj.weight"}));
 }
 
-// Goal: two prediction layers renumbered past the model's own keep apart; a map that sends both to one is loud,
-// naming the one whose bytes would be lost.
+// Goal: two prediction layers renumbered past the model's own keep apart; a map that sends both to one is
+// loud, naming the one whose bytes would be lost.
 TEST(NameCases, case_057_renumbered_layers_must_not_collide) {
   const std::vector<TensorMeta> metas = {{"mtp.layers.0.mlp.up_proj.weight", DType::kBF16, {8, 4}},
                                          {"mtp.layers.1.mlp.up_proj.weight", DType::kBF16, {8, 4}}};
@@ -106,7 +108,8 @@ TEST(NameCases, case_057_renumbered_layers_must_not_collide) {
   }
   // The same with one layer's parameter alone: nothing is missing, yet the first name's bytes would be lost.
   TableModel model;
-  Parameter* const only = must(model.module("model.layers.4.mlp.up_proj").add_parameter("weight", DType::kBF16, {8, 4}));
+  Parameter* const only =
+      must(model.module("model.layers.4.mlp.up_proj").add_parameter("weight", DType::kBF16, {8, 4}));
   model.feed(metas[0].name, only);
   model.feed(metas[1].name, only);
   EXPECT_TRUE(fails_with(bake(model, metas), {"mtp.layers.0.mlp.up_proj.weight"}));

@@ -149,7 +149,8 @@ std::string explain_key(const InitTables& tables, const WorkerPlan& plan, const 
     }
   }
   if (owners.size() == 1) {
-    text += fmt::format("    why trainer {}: it alone holds it (owner class {})\n", run->producer, chunk.owner_class);
+    text += fmt::format("    why trainer {}: it alone holds it (owner class {})\n", run->producer,
+                        chunk.owner_class);
   } else {
     text += fmt::format("    why trainer {}: of {} (owner class {}) worker {} of {} takes from {}{}\n",
                         run->producer, trainers_text(owners), chunk.owner_class, plan.consumer % workers,

@@ -1,10 +1,11 @@
-// The plan: everything one worker does in every sync, made once, from data that every process of the fleet shares.
+// The plan: everything one worker does in every sync, made once, from data that every process of the fleet
+// shares.
 //
 //   metadata --form_groups--> groups --resolve_ownership--> InitTables --plan_worker(recording)--> WorkerPlan
 //
-// Pure functions: same inputs, same bytes, whatever the locale, hash seed or thread count. No I/O, no clock. The rules are
-// docs/PROTOCOL.md, "Planning". A plan can be encoded (canonical little-endian bytes), digested, summarised and explained
-// without any process of the fleet running.
+// Pure functions: same inputs, same bytes, whatever the locale, hash seed or thread count. No I/O, no clock.
+// The rules are docs/PROTOCOL.md, "Planning". A plan can be encoded (canonical little-endian bytes),
+// digested, summarised and explained without any process of the fleet running.
 #pragma once
 
 #include <cstddef>
@@ -25,37 +26,42 @@ namespace shardpull {
 inline constexpr std::uint64_t kLayoutAlignment = 16;  // bytes; every key of a packed chunk starts on it
 
 // Limits on what may be planned and decoded, beyond those of base/limits.h.
-inline constexpr std::uint32_t kMaxPieces = 64'000'000;        // pieces of one fleet
-inline constexpr std::uint32_t kMaxOwnerSets = 4'000'000;      // distinct owner sets
-inline constexpr std::uint32_t kMaxChunks = 16'000'000;        // chunks of one worker, and pulls at one producer
-inline constexpr std::uint32_t kMaxKeysPerChunk = 4'000'000;   // fetch keys of one chunk
-inline constexpr std::uint32_t kMaxPartsPerScatter = 4096;     // keys one recorded copy may be cut into by one piece
+inline constexpr std::uint32_t kMaxPieces = 64'000'000;    // pieces of one fleet
+inline constexpr std::uint32_t kMaxOwnerSets = 4'000'000;  // distinct owner sets
+inline constexpr std::uint32_t kMaxChunks = 16'000'000;    // chunks of one worker, and pulls at one producer
+inline constexpr std::uint32_t kMaxKeysPerChunk = 4'000'000;  // fetch keys of one chunk
+inline constexpr std::uint32_t kMaxPartsPerScatter =
+    4096;  // keys one recorded copy may be cut into by one piece
 
-// ---- gather groups ----------------------------------------------------------------------------------------------------
+// ---- gather groups
+// ----------------------------------------------------------------------------------------------------
 
-// A run of names: [first, first + count) of the metadata. `label` is "model.layers.3" or "" for a run outside layers.
+// A run of names: [first, first + count) of the metadata. `label` is "model.layers.3" or "" for a run outside
+// layers.
 struct GatherGroup {
   std::uint32_t first = 0, count = 0;
   std::string label;
   friend bool operator==(const GatherGroup&, const GatherGroup&) = default;
 };
 
-// Cuts the name list into gather groups in order of first appearance: a name's group is its first dotted part of ASCII
-// digits together with the path before it, and every run of names without such a part is a group of its own. Values compare
-// as numbers of any length ("00" is "0"). Flattening the groups reproduces the list. Refused: a duplicate name, a key that
-// returns after another group (naming the name and both places).
+// Cuts the name list into gather groups in order of first appearance: a name's group is its first dotted part
+// of ASCII digits together with the path before it, and every run of names without such a part is a group of
+// its own. Values compare as numbers of any length ("00" is "0"). Flattening the groups reproduces the list.
+// Refused: a duplicate name, a key that returns after another group (naming the name and both places).
 Result<std::vector<GatherGroup>> form_groups(const std::vector<TensorMeta>& metadata);
-// The reference's order of a list of names: unindexed before the first indexed one; prefixes by first appearance, values
-// ascending; all other unindexed names. Returns indices into `names`; names of one group keep their order.
+// The reference's order of a list of names: unindexed before the first indexed one; prefixes by first
+// appearance, values ascending; all other unindexed names. Returns indices into `names`; names of one group
+// keep their order.
 std::vector<std::uint32_t> normalise(const std::vector<std::string>& names);
 
-// ---- ownership --------------------------------------------------------------------------------------------------------
+// ---- ownership
+// --------------------------------------------------------------------------------------------------------
 
-// What one trainer rank declares. Whole names as a bitmask over metadata order, lowest bit first, ceil(n/8) bytes; pieces
-// for names not held whole.
+// What one trainer rank declares. Whole names as a bitmask over metadata order, lowest bit first, ceil(n/8)
+// bytes; pieces for names not held whole.
 struct Holding {
   std::uint32_t rank = 0;
-  Digest128 digest;                     // metadata_digest of ITS metadata
+  Digest128 digest;  // metadata_digest of ITS metadata
   std::vector<std::uint8_t> whole;
   std::vector<Piece> pieces;
   // Whether every tensor this rank publishes lies in memory consumers can map; false: only storages up to
@@ -66,9 +72,9 @@ struct Holding {
   friend bool operator==(const Holding&, const Holding&) = default;
 };
 
-// A box of a name and the ranks that hold it. Pieces of a name are disjoint, not empty and tile it: where the boxes that
-// ranks declare overlap they are cut, and the common part is one piece held by both. Such a piece is a sub-box of what each
-// of its owners publishes.
+// A box of a name and the ranks that hold it. Pieces of a name are disjoint, not empty and tile it: where the
+// boxes that ranks declare overlap they are cut, and the common part is one piece held by both. Such a piece
+// is a sub-box of what each of its owners publishes.
 struct OwnedPiece {
   std::uint32_t name = 0;
   Box box;
@@ -76,20 +82,24 @@ struct OwnedPiece {
   friend bool operator==(const OwnedPiece&, const OwnedPiece&) = default;
 };
 
-// Transposed ownership. Empty tables mean that everyone holds everything. name_owner_class is -1 for names held in pieces.
+// Transposed ownership. Empty tables mean that everyone holds everything. name_owner_class is -1 for names
+// held in pieces.
 struct Ownership {
-  std::vector<std::vector<std::uint32_t>> owner_sets;  // each ascending; numbered by first appearance in metadata order
+  std::vector<std::vector<std::uint32_t>>
+      owner_sets;  // each ascending; numbered by first appearance in metadata order
   std::vector<std::int32_t> name_owner_class;
   std::vector<OwnedPiece> pieces;  // ascending by (name, box start)
   friend bool operator==(const Ownership&, const Ownership&) = default;
 };
 
-// Transposes what the ranks declare; `holdings` in any order, one of each rank 0..n-1. Refused, naming ranks and names:
-// differing digests, a rank missing or twice, unknown or out-of-range held names, an empty held set, a name (or part of
-// one) that nobody holds.
-Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata, const std::vector<Holding>& holdings);
+// Transposes what the ranks declare; `holdings` in any order, one of each rank 0..n-1. Refused, naming ranks
+// and names: differing digests, a rank missing or twice, unknown or out-of-range held names, an empty held
+// set, a name (or part of one) that nobody holds.
+Result<Ownership> resolve_ownership(const std::vector<TensorMeta>& metadata,
+                                    const std::vector<Holding>& holdings);
 
-// ---- init payload -----------------------------------------------------------------------------------------------------
+// ---- init payload
+// -----------------------------------------------------------------------------------------------------
 
 // What a consumer receives once. All tables are indexed by metadata order.
 struct InitTables {
@@ -101,8 +111,8 @@ struct InitTables {
   std::vector<std::uint8_t> producer_resident;  // per producer, Holding::resident
   std::uint32_t num_consumers = 1;              // C
   std::uint32_t num_replicas = 1;
-  std::uint32_t workers_per_replica = 0;        // 0 = C / num_replicas
-  std::uint32_t ring_depth = 2;                 // K
+  std::uint32_t workers_per_replica = 0;  // 0 = C / num_replicas
+  std::uint32_t ring_depth = 2;           // K
   std::uint64_t presize = 0;
   std::uint64_t export_pack_limit = 64ull << 20;
   friend bool operator==(const InitTables&, const InitTables&) = default;
@@ -111,21 +121,23 @@ struct InitTables {
 // Checks every rule of the payload; the error names the field.
 Status validate(const InitTables& tables);
 
-// Workers of one replica, as routing and slot sharing count them: the field, or C / num_replicas where it is 0. A value
-// equal to C means that no slots are shared. The tables must be valid.
+// Workers of one replica, as routing and slot sharing count them: the field, or C / num_replicas where it is
+// 0. A value equal to C means that no slots are shared. The tables must be valid.
 std::uint32_t effective_workers_per_replica(const InitTables& tables);
 
 // Per name, its gather group. The tables must be valid.
 std::vector<std::uint32_t> group_of_names(const InitTables& tables);
 
-// The owners of each group: all ranks that hold any of its names, ascending. They publish it and receive its signals. The
-// tables must be valid.
+// The owners of each group: all ranks that hold any of its names, ascending. They publish it and receive its
+// signals. The tables must be valid.
 std::vector<std::vector<std::uint32_t>> group_owners(const InitTables& tables);
 
-// ---- routing ----------------------------------------------------------------------------------------------------------
+// ---- routing
+// ----------------------------------------------------------------------------------------------------------
 
-// The producers consumer `consumer` pulls from, for an owner set: the block rule, within a replica. With P' owners and C'
-// workers per replica, c = consumer mod C': owners [c P'/C', (c+1) P'/C') when P' >= C', else the single owner c P'/C'.
+// The producers consumer `consumer` pulls from, for an owner set: the block rule, within a replica. With P'
+// owners and C' workers per replica, c = consumer mod C': owners [c P'/C', (c+1) P'/C') when P' >= C', else
+// the single owner c P'/C'.
 std::vector<std::uint32_t> route_block(const std::vector<std::uint32_t>& owners, std::uint32_t consumer,
                                        std::uint32_t workers_per_replica);
 
@@ -135,21 +147,23 @@ struct BlockOwner {
   std::uint64_t weight = 1;
   friend bool operator==(const BlockOwner&, const BlockOwner&) = default;
 };
-// The block rule without rounding: the owners laid side by side, the consumers likewise over the same length, each takes from
-// the owners it lies against, by the length of the contact. An owner is C' long, a consumer P', so the weights of a block sum
-// to P' and those of an owner over all consumers to C'. Equal to route_block, with equal weights, where P' or C' divides the
-// other.
+// The block rule without rounding: the owners laid side by side, the consumers likewise over the same length,
+// each takes from the owners it lies against, by the length of the contact. An owner is C' long, a consumer
+// P', so the weights of a block sum to P' and those of an owner over all consumers to C'. Equal to
+// route_block, with equal weights, where P' or C' divides the other.
 std::vector<BlockOwner> weighted_block(const std::vector<std::uint32_t>& owners, std::uint32_t consumer,
                                        std::uint32_t workers_per_replica);
 
-// The greedy cut of a list of byte sizes into at most `runs` contiguous runs: a new run starts before the item that would
-// take the current one past ceil(total / runs), unless `runs` runs exist already; the last run takes the rest. Returns the
-// first item of every run; no run is empty.
+// The greedy cut of a list of byte sizes into at most `runs` contiguous runs: a new run starts before the
+// item that would take the current one past ceil(total / runs), unless `runs` runs exist already; the last
+// run takes the rest. Returns the first item of every run; no run is empty.
 std::vector<std::uint32_t> greedy_cut(const std::vector<std::uint64_t>& bytes, std::uint32_t runs);
 // The same with one run per weight (each > 0), at most ceil(total * weight / sum of weights) long.
-std::vector<std::uint32_t> greedy_cut(const std::vector<std::uint64_t>& bytes, const std::vector<std::uint64_t>& weights);
+std::vector<std::uint32_t> greedy_cut(const std::vector<std::uint64_t>& bytes,
+                                      const std::vector<std::uint64_t>& weights);
 
-// ---- the plan of one worker -------------------------------------------------------------------------------------------
+// ---- the plan of one worker
+// -------------------------------------------------------------------------------------------
 
 enum class Path : std::uint8_t { kPacked = 0, kMapped = 1, kDirect = 2 };
 enum class PathPolicy : std::uint8_t { kAuto, kPacked, kMapped };
@@ -167,16 +181,17 @@ struct Lane {
 // One fetch key of a chunk and its place in the packed layout.
 struct ChunkKey {
   std::uint32_t name = 0;
-  std::uint32_t piece = 0;   // index into Ownership::pieces + 1, 0 = the whole tensor
+  std::uint32_t piece = 0;  // index into Ownership::pieces + 1, 0 = the whole tensor
   DType wire_dtype = DType::kF32;
-  Slice slice;               // over the piece's logical row-major elements (the whole tensor's when piece is 0)
+  Slice slice;  // over the piece's logical row-major elements (the whole tensor's when piece is 0)
   std::uint64_t offset = 0;  // bytes from the chunk's start, a multiple of kLayoutAlignment
   std::uint64_t bytes = 0;
   friend bool operator==(const ChunkKey&, const ChunkKey&) = default;
 };
 
-// One part of a chunk that one producer serves: keys [first_key, first_key + key_count). One run unless pull_split > 1.
-// Without keys (in a restricted plan only) nothing is pulled: the run keeps its place among the chunk's.
+// One part of a chunk that one producer serves: keys [first_key, first_key + key_count). One run unless
+// pull_split > 1. Without keys (in a restricted plan only) nothing is pulled: the run keeps its place among
+// the chunk's.
 struct Run {
   std::uint32_t producer = 0;
   std::uint32_t first_key = 0, key_count = 0;
@@ -187,25 +202,26 @@ struct Run {
 
 // A key of this chunk and where it lands. The key's elements, in order, fill the destination row-major.
 struct PlannedScatter {
-  std::uint32_t key = 0;     // index into Chunk::keys
+  std::uint32_t key = 0;  // index into Chunk::keys
   Destination destination;
   friend bool operator==(const PlannedScatter&, const PlannedScatter&) = default;
 };
 
 struct Chunk {
-  std::uint32_t chunk_id = 0;     // stable: position in WorkerPlan::chunks
+  std::uint32_t chunk_id = 0;  // stable: position in WorkerPlan::chunks
   std::uint32_t group = 0;
   std::uint32_t owner_class = 0;
   Path path = Path::kPacked;
   std::vector<std::uint32_t> candidates;  // every owner, primary first; the others serve when it dies
   std::vector<Run> runs;                  // empty when the chunk has no keys
   std::vector<ChunkKey> keys;
-  std::uint64_t bytes = 0;                // ends with the last key, no padding
-  std::uint8_t encoding = 0;              // 0 = raw
+  std::uint64_t bytes = 0;    // ends with the last key, no padding
+  std::uint8_t encoding = 0;  // 0 = raw
   std::vector<PlannedScatter> scatters;
   std::vector<std::uint32_t> materialise;   // modules (Recording::modules) whose first chunk this is
   std::vector<std::uint32_t> post_process;  // modules whose last chunk this is
-  std::vector<std::uint32_t> signal_groups; // groups to signal to all their owners once this chunk has landed
+  std::vector<std::uint32_t>
+      signal_groups;  // groups to signal to all their owners once this chunk has landed
   friend bool operator==(const Chunk&, const Chunk&) = default;
 };
 
@@ -213,7 +229,7 @@ struct ProducerPlan {  // what this worker takes at one producer
   std::uint32_t producer = 0;
   std::uint64_t serve_slot_bytes = 0;  // largest packed chunk or run taken there; 0 when only mapped
   std::uint32_t pulls = 0;
-  Digest128 digest;                    // pulls_digest of pulls_at(plan, producer)
+  Digest128 digest;  // pulls_digest of pulls_at(plan, producer)
   friend bool operator==(const ProducerPlan&, const ProducerPlan&) = default;
 };
 
@@ -221,13 +237,13 @@ struct WorkerPlan {
   std::uint32_t consumer = 0;
   std::uint32_t ring_depth = 2;
   std::uint32_t sharing_group = 0;
-  std::vector<Chunk> chunks;                  // in pull order
-  std::vector<std::uint32_t> pre_free;        // groups this worker takes nothing from: signalled at sync start
+  std::vector<Chunk> chunks;            // in pull order
+  std::vector<std::uint32_t> pre_free;  // groups this worker takes nothing from: signalled at sync start
   std::vector<std::vector<std::uint32_t>> group_owners;
-  std::vector<ProducerPlan> producers;        // only those this worker pulls from, ascending
-  std::uint64_t receive_slot_bytes = 0;       // largest packed chunk, at least presize; 0 when nothing is packed
-  std::uint64_t bytes_kept = 0;               // bytes of the sources that the baked copies read, each byte once
-  std::uint64_t bytes_planned = 0;            // sum of key bytes over chunks = what a sync moves
+  std::vector<ProducerPlan> producers;   // only those this worker pulls from, ascending
+  std::uint64_t receive_slot_bytes = 0;  // largest packed chunk, at least presize; 0 when nothing is packed
+  std::uint64_t bytes_kept = 0;          // bytes of the sources that the baked copies read, each byte once
+  std::uint64_t bytes_planned = 0;       // sum of key bytes over chunks = what a sync moves
   friend bool operator==(const WorkerPlan&, const WorkerPlan&) = default;
 };
 
@@ -245,31 +261,34 @@ struct PlanOptions {
   std::uint32_t chunk_split = 1;
   std::uint32_t pull_split = 1;
   PathPolicy path = PathPolicy::kAuto;
-  bool mapping_available = true;                // the transport can map peers' memory
+  bool mapping_available = true;  // the transport can map peers' memory
   Balance balance = Balance::kBytes;
 };
 
-// Order of the chunks: groups ascending, owner classes ascending within a group, then the cuts by chunk_split and
-// max_chunk_bytes. Within (group, owner class): modules by the first of their names in the group, copies of a module as
-// recorded, keys by first use; all scatters of one key are in the chunk of that key.
+// Order of the chunks: groups ascending, owner classes ascending within a group, then the cuts by chunk_split
+// and max_chunk_bytes. Within (group, owner class): modules by the first of their names in the group, copies
+// of a module as recorded, keys by first use; all scatters of one key are in the chunk of that key.
 //
-// Copies without elements take no part. A baked module that is left with fills or empty copies only is materialised and
-// post-processed with the first chunk; where the worker pulls nothing at all, that is a chunk without keys.
+// Copies without elements take no part. A baked module that is left with fills or empty copies only is
+// materialised and post-processed with the first chunk; where the worker pulls nothing at all, that is a
+// chunk without keys.
 //
-// Refused: tables that do not validate, a consumer id out of range, a recording of other metadata, path mapped where the
-// transport or a producer's memory cannot; kUnimplemented: names of policy fallback, and copies which pieces or
-// max_chunk_bytes would cut in a way that no strided window describes. Invariant, checked before it returns: every group is
-// signalled exactly once to every one of its owners, every baked scatter's elements are in exactly one chunk.
+// Refused: tables that do not validate, a consumer id out of range, a recording of other metadata, path
+// mapped where the transport or a producer's memory cannot; kUnimplemented: names of policy fallback, and
+// copies which pieces or max_chunk_bytes would cut in a way that no strided window describes. Invariant,
+// checked before it returns: every group is signalled exactly once to every one of its owners, every baked
+// scatter's elements are in exactly one chunk.
 Result<WorkerPlan> plan_worker(const InitTables& tables, const Recording& recording, std::uint32_t consumer,
                                const PlanOptions& options = {});
 
-// Canonical bytes of the whole plan, and their digest (XXH3-128). Decoding refuses hostile bytes; it does not check the plan
-// against tables.
+// Canonical bytes of the whole plan, and their digest (XXH3-128). Decoding refuses hostile bytes; it does not
+// check the plan against tables.
 std::vector<std::byte> encode(const WorkerPlan& plan);
 Result<WorkerPlan> decode_plan(const std::byte* data, std::size_t size);
 Digest128 digest(const WorkerPlan& plan);
 
-// ---- what travels to a producer at reserve ------------------------------------------------------------------------------
+// ---- what travels to a producer at reserve
+// ------------------------------------------------------------------------------
 
 // One pull as the producer sees it: a chunk's run. Key offsets are relative to the run's start.
 struct PullDescription {
@@ -283,33 +302,38 @@ struct PullDescription {
 };
 // What `plan` pulls at `producer`, in pull order.
 std::vector<PullDescription> pulls_at(const WorkerPlan& plan, std::uint32_t producer);
-// Canonical little-endian bytes; decode checks every count, size and bound against `limits`-like constants and refuses
-// hostile bytes with a message.
+// Canonical little-endian bytes; decode checks every count, size and bound against `limits`-like constants
+// and refuses hostile bytes with a message.
 std::vector<std::byte> encode_pulls(const std::vector<PullDescription>& pulls);
 Result<std::vector<PullDescription>> decode_pulls(const std::byte* data, std::size_t size);
-// Over (chunk id, lane, seq, keys as name, wire dtype and canonical slice, offsets, bytes) in pull order, and K. Sharers of
-// serve slots must agree on it.
+// Over (chunk id, lane, seq, keys as name, wire dtype and canonical slice, offsets, bytes) in pull order, and
+// K. Sharers of serve slots must agree on it.
 Digest128 pulls_digest(const std::vector<PullDescription>& pulls, std::uint32_t ring_depth);
-// Checks pulls a consumer sent against the tables: names, pieces, groups, owner classes, dtypes, canonical slices within
-// bounds, layout, bytes, lanes and sequence numbers. Run by the producer. The tables must be valid.
-Status check_pulls(const std::vector<PullDescription>& pulls, const InitTables& tables, std::uint32_t producer);
+// Checks pulls a consumer sent against the tables: names, pieces, groups, owner classes, dtypes, canonical
+// slices within bounds, layout, bytes, lanes and sequence numbers. Run by the producer. The tables must be
+// valid.
+Status check_pulls(const std::vector<PullDescription>& pulls, const InitTables& tables,
+                   std::uint32_t producer);
 
-// Encoded init payload and holdings (same codec rules). decode_tables validates what it decoded; a holding is checked by
-// resolve_ownership.
+// Encoded init payload and holdings (same codec rules). decode_tables validates what it decoded; a holding is
+// checked by resolve_ownership.
 std::vector<std::byte> encode_tables(const InitTables& tables);
 Result<InitTables> decode_tables(const std::byte* data, std::size_t size);
 std::vector<std::byte> encode_holding(const Holding& holding);
 Result<Holding> decode_holding(const std::byte* data, std::size_t size);
 
-// ---- for people -------------------------------------------------------------------------------------------------------
+// ---- for people
+// -------------------------------------------------------------------------------------------------------
 
-// Who holds `name`, and how they publish it. Lines of text ending in a newline; a name the metadata lacks is answered with
-// the nearest ones.
+// Who holds `name`, and how they publish it. Lines of text ending in a newline; a name the metadata lacks is
+// answered with the nearest ones.
 std::string explain(const InitTables& tables, std::string_view name);
-// Who serves `name` to the worker of `plan`, by which path, and why; or why it is dead there. Lines of text ending in a
-// newline; nothing for a name the metadata lacks.
-std::string explain(const InitTables& tables, const WorkerPlan& plan, const Recording& recording, std::string_view name);
-// What one worker pulls: bytes in all and per producer, how those publish, chunks, slots, groups, dead names, conversions.
+// Who serves `name` to the worker of `plan`, by which path, and why; or why it is dead there. Lines of text
+// ending in a newline; nothing for a name the metadata lacks.
+std::string explain(const InitTables& tables, const WorkerPlan& plan, const Recording& recording,
+                    std::string_view name);
+// What one worker pulls: bytes in all and per producer, how those publish, chunks, slots, groups, dead names,
+// conversions.
 std::string summarise(const InitTables& tables, const WorkerPlan& plan, const Recording& recording);
 
 }  // namespace shardpull

@@ -753,8 +753,8 @@ TEST(Explain, says_who_serves_whom_and_why) {
   for (const char* part :
        {"held whole by trainer 1 (owner class 1), gather: ", "gather group 1",
         "worker 0:", "from trainer 1, mapped", "layers.0.gate_up.weight takes BF16 [16, 8]: all of it",
-        "why trainer 1: it alone holds it (owner class 1)",
-        "why mapped: every owner's memory can be mapped", "worker 1:\n  dead here: other rank"}) {
+        "why trainer 1: it alone holds it (owner class 1)", "why mapped: every owner's memory can be mapped",
+        "worker 1:\n  dead here: other rank"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << " in:\n" << text;
   }
   EXPECT_NE(explain(tables, "layers.0.gat").find("  layers.0.gate\n"), std::string::npos);

@@ -1,5 +1,5 @@
-// What a rank publishes, in the terms of the plan: the plan's pieces are cut where the boxes of ranks overlap,
-// so that one box a rank holds may be several of them.
+// What a rank publishes, in the terms of the plan: the plan's pieces are cut where the boxes of ranks
+// overlap, so that one box a rank holds may be several of them.
 #pragma once
 
 #include <cstdint>

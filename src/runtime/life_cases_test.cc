@@ -1,5 +1,5 @@
-// Known faults of systems of this kind that show over several syncs, on whole fleets. run_fleet compares every
-// byte and every module's version after each.
+// Known faults of systems of this kind that show over several syncs, on whole fleets. run_fleet compares
+// every byte and every module's version after each.
 //
 // case_050 (two publishers of one name with different bytes) needs checksums of what interchangeable owners
 // hold, which nothing here computes: consumers take each byte from one of them.
@@ -38,8 +38,8 @@ TEST(LifeCases, case_045_one_of_three_inputs_changed) {
   expect_exact(spec);
 }
 
-// Goal: a draft beside its target is updated by every sync, on every path; the embedding that both have copies
-// of feeds both.
+// Goal: a draft beside its target is updated by every sync, on every path; the embedding that both have
+// copies of feeds both.
 TEST(LifeCases, case_052_a_draft_beside_its_target) {
   for (const PathChoice path : {PathChoice::kMapped, PathChoice::kPacked}) {
     for (const bool resident : {false, true}) {

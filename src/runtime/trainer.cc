@@ -510,8 +510,8 @@ void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitReques
                     {.reason = Reason::kSettingMismatch});
   } else if (request.settings != options.fleet.settings) {
     status = Status(StatusCode::kFailedPrecondition,
-                    fmt::format("worker {} was started with {}, the trainers with {}", consumer, request.settings,
-                                options.fleet.settings),
+                    fmt::format("worker {} was started with {}, the trainers with {}", consumer,
+                                request.settings, options.fleet.settings),
                     {.reason = Reason::kSettingMismatch, .fault = Fault::kUser});
   }
   send({Role::kWorker, consumer},
@@ -630,9 +630,8 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
     });
   } else if (auto* message = std::get_if<Prepared>(&body); message && !from_trainer) {
     if (message->sync_id == report.sync_id) {
-      report.workers.push_back(
-          {from.id, message->bytes_kept, message->bytes_moved, message->update_ns, message->copy_ns,
-           message->padding_bytes});
+      report.workers.push_back({from.id, message->bytes_kept, message->bytes_moved, message->update_ns,
+                                message->copy_ns, message->padding_bytes});
     }
     drive_sender([&](std::int64_t, SenderActions& out) {
       sync->prepared(now, from.id, message->sync_id, message->status.with_context(to_string(from)), out);
@@ -722,9 +721,9 @@ std::vector<std::uint32_t> Trainer::Impl::whole_replicas() const {
 Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
   // Before the first sync the sender may still wait for workers to appear.
   const std::uint64_t limit_ms = options.fleet.stall_timeout_ms + options.fleet.connect_timeout_ms;
-  SHARDPULL_RETURN_IF_ERROR(wait_for(
-      [this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, limit_ms,
-      [&] { return fmt::format("trainer 0 to open the sync of version {}", version); }));
+  SHARDPULL_RETURN_IF_ERROR(
+      wait_for([this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, limit_ms,
+               [&] { return fmt::format("trainer 0 to open the sync of version {}", version); }));
   MutexLock lock(mutex);
   open = std::move(*opened);
   opened.reset();

@@ -151,9 +151,9 @@ struct Worker::Impl final : TransportSink {
   // Confined to the progress thread.
   std::uint64_t current_sync = 0, current_version = 0;
   std::shared_ptr<const WorkerPlan> current_plan;  // what the sync runs: the plan, or what is left of it
-  NameSet part_names;                      // the names `part` is of
-  std::shared_ptr<const WorkerPlan> part;  // of the last sync of some names
-  bool delivered = true;                   // whether current_sync's result has reached serve()
+  NameSet part_names;                              // the names `part` is of
+  std::shared_ptr<const WorkerPlan> part;          // of the last sync of some names
+  bool delivered = true;                           // whether current_sync's result has reached serve()
   int pending_results = 0;  // handed to serve() whose on_sync has not returned: the next StartUpdate waits
   std::optional<StartUpdate> deferred;
 
@@ -387,7 +387,8 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
     if (!status.ok()) send(kSender, Finished{message->sync_id, status});
   } else if (auto* message = std::get_if<SyncFailed>(&body)) {
     if (deferred && deferred->sync_id == message->sync_id) {  // it never started here
-      push_result(deferred->version, message->status, {.consumer = options.consumer, .bytes_kept = plan->bytes_kept});
+      push_result(deferred->version, message->status,
+                  {.consumer = options.consumer, .bytes_kept = plan->bytes_kept});
       deferred.reset();
       send(kSender, Prepared{.sync_id = message->sync_id, .status = message->status});
     } else {
@@ -431,10 +432,9 @@ void Worker::Impl::start_update(const StartUpdate& message) {
 void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
   if (delivered || sync_id != current_sync) return;
   delivered = true;
-  push_result(
-      current_version, status,
-      {options.consumer, current_plan->bytes_kept, engine->bytes_moved(), engine->update_ns(),
-       engine->copy_ns(), padding_bytes(*current_plan)});
+  push_result(current_version, status,
+              {options.consumer, current_plan->bytes_kept, engine->bytes_moved(), engine->update_ns(),
+               engine->copy_ns(), padding_bytes(*current_plan)});
 }
 
 void Worker::Impl::push_result(std::uint64_t version, const Status& status, const WorkerReport& report) {

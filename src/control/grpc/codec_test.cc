@@ -12,17 +12,27 @@
 namespace shardpull {
 namespace {
 
-std::vector<std::byte> some_bytes() { return {std::byte{0}, std::byte{0xFF}, std::byte{0x80}, std::byte{7}}; }
+std::vector<std::byte> some_bytes() {
+  return {std::byte{0}, std::byte{0xFF}, std::byte{0x80}, std::byte{7}};
+}
 
 Status some_error() {
-  return Status(StatusCode::kAborted, "tensor \"\xff\xfe\" from /tmp/\xc3",  // not UTF-8: file names need not be
-                {.reason = Reason::kSuperseded, .fault = Fault::kLibrary, .retryable = true, .peer = "worker 3", .tensor = "a.b"});
+  return Status(StatusCode::kAborted,
+                "tensor \"\xff\xfe\" from /tmp/\xc3",  // not UTF-8: file names need not be
+                {.reason = Reason::kSuperseded,
+                 .fault = Fault::kLibrary,
+                 .retryable = true,
+                 .peer = "worker 3",
+                 .tensor = "a.b"});
 }
 
 // One of each body, no field at its default.
 std::vector<ControlBody> samples() {
   return {
-      TrainerJoin{.world_size = 4, .holding = some_bytes(), .producer_address = "/run/\xff.sock", .settings = some_bytes()},
+      TrainerJoin{.world_size = 4,
+                  .holding = some_bytes(),
+                  .producer_address = "/run/\xff.sock",
+                  .settings = some_bytes()},
       TrainerTable{.status = some_error(), .tables = some_bytes()},
       InitRequest{.ring_depth = 2, .settings = "--names \xff"},
       InitPayload{.status = some_error(), .tables = some_bytes()},
@@ -39,13 +49,24 @@ std::vector<ControlBody> samples() {
       StartUpdate{.sync_id = 7, .version = 8, .names = {9}},
       UpdateStarted{.sync_id = 10, .status = some_error()},
       Update{.sync_id = 11},
-      Prepared{.sync_id = 12, .status = some_error(), .bytes_moved = 13, .update_ns = 14, .copy_ns = 15, .bytes_kept = 16,
+      Prepared{.sync_id = 12,
+               .status = some_error(),
+               .bytes_moved = 13,
+               .update_ns = 14,
+               .copy_ns = 15,
+               .bytes_kept = 16,
                .padding_bytes = 17},
       Finish{.sync_id = 16},
       Finished{.sync_id = 17, .status = some_error()},
       FreeGroups{.sync_id = 18, .groups = {3, 1, 2}},
       FreeAck{.sync_id = 19, .groups = {}},
-      RankEnded{.sync_id = 20, .status = some_error(), .export_ns = 21, .export_bytes = 22, .peak_resident_bytes = 23, .packs = 24, .packed_bytes = 25},
+      RankEnded{.sync_id = 20,
+                .status = some_error(),
+                .export_ns = 21,
+                .export_bytes = 22,
+                .peak_resident_bytes = 23,
+                .packs = 24,
+                .packed_bytes = 25},
       SyncClosed{.sync_id = 24, .status = some_error()},
       SyncFailed{.sync_id = 25, .status = some_error()},
       Shutdown{.reason = "done"},
@@ -176,9 +197,12 @@ TEST(GrpcCodes, StatusTravelsInTheDetails) {
   EXPECT_EQ(plain.code(), StatusCode::kUnavailable);
   EXPECT_EQ(plain.message(), "connection refused");
   EXPECT_TRUE(plain.info().retryable);
-  EXPECT_EQ(from_grpc_status(to_grpc_code(StatusCode::kInternal), "x", "\xff garbage").code(), StatusCode::kInternal);
+  EXPECT_EQ(from_grpc_status(to_grpc_code(StatusCode::kInternal), "x", "\xff garbage").code(),
+            StatusCode::kInternal);
   // Details of another code are not believed.
-  EXPECT_EQ(from_grpc_status(to_grpc_code(StatusCode::kInternal), "x", to_grpc_details(some_error())).message(), "x");
+  EXPECT_EQ(
+      from_grpc_status(to_grpc_code(StatusCode::kInternal), "x", to_grpc_details(some_error())).message(),
+      "x");
 }
 
 // Goal: numbers of a later build become something this build can name, and stay errors.

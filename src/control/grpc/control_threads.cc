@@ -64,7 +64,8 @@ void Ticker::run() {
   for (;;) {
     {
       MutexLock lock(mutex_);
-      for (std::int64_t left_ns = next_ns - clock.now_ns(); !stopping_ && left_ns > 0; left_ns = next_ns - clock.now_ns()) {
+      for (std::int64_t left_ns = next_ns - clock.now_ns(); !stopping_ && left_ns > 0;
+           left_ns = next_ns - clock.now_ns()) {
         changed_.wait_for_ns(mutex_, left_ns);
       }
       if (stopping_) return;

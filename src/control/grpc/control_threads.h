@@ -36,8 +36,8 @@ class Dispatcher {
   std::thread thread_;  // last: it uses all of the above
 };
 
-// Calls `tick` every `period_ns` on its own thread, the first time one period after the start. Late calls are not made up for:
-// a process that was stopped ticks once when it goes on. Thread-safe.
+// Calls `tick` every `period_ns` on its own thread, the first time one period after the start. Late calls are
+// not made up for: a process that was stopped ticks once when it goes on. Thread-safe.
 class Ticker {
  public:
   Ticker(const std::string& name, std::int64_t period_ns, std::function<void()> tick);

@@ -1,12 +1,14 @@
-// FrameStream: one side of a Link, on gRPC's callback API: a queue of frames to write, one write at a time, and frames read
-// and handed to the owner's dispatcher in order.
+// FrameStream: one side of a Link, on gRPC's callback API: a queue of frames to write, one write at a time,
+// and frames read and handed to the owner's dispatcher in order.
 //
-// Lifetime: gRPC holds a plain pointer until the last reaction has returned. A hub's stream keeps itself alive so long. A link's
-// stream is kept by the link, which destroys it after wait_done(): its context holds the channel, and a channel destroyed on one
-// of gRPC's own threads makes gRPC 1.51 wait for itself and crash.
+// Lifetime: gRPC holds a plain pointer until the last reaction has returned. A hub's stream keeps itself
+// alive so long. A link's stream is kept by the link, which destroys it after wait_done(): its context holds
+// the channel, and a channel destroyed on one of gRPC's own threads makes gRPC 1.51 wait for itself and
+// crash.
 //
-// Threads: reactions run on gRPC's threads. Operations are started under the stream's own lock; gRPC never runs a reaction
-// within the call that starts an operation, so that no lock is taken twice. No other lock is held meanwhile.
+// Threads: reactions run on gRPC's threads. Operations are started under the stream's own lock; gRPC never
+// runs a reaction within the call that starts an operation, so that no lock is taken twice. No other lock is
+// held meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +22,8 @@
 #include <fmt/format.h>
 #include <grpcpp/grpcpp.h>
 
-#include "base/host_port.h"
 #include "base/clock.h"
+#include "base/host_port.h"
 #include "base/identity.h"
 #include "base/mutex.h"
 #include "control/grpc/control_threads.h"
@@ -31,15 +33,16 @@
 namespace shardpull {
 
 inline constexpr std::uint64_t kMaxControlMessageBytes = 64u << 20;
-inline constexpr std::uint64_t kMaxControlFrameBytes = kMaxControlMessageBytes + 1024;  // with addresses around the body
-inline constexpr std::uint64_t kMaxControlQueuedBytes = 512u << 20;                     // a peer has not taken yet
-// A larger frame travels in parts of this size, so that heartbeats come between them: one that takes seconds, on a slow host,
-// must not look like silence.
+inline constexpr std::uint64_t kMaxControlFrameBytes =
+    kMaxControlMessageBytes + 1024;                                  // with addresses around the body
+inline constexpr std::uint64_t kMaxControlQueuedBytes = 512u << 20;  // a peer has not taken yet
+// A larger frame travels in parts of this size, so that heartbeats come between them: one that takes seconds,
+// on a slow host, must not look like silence.
 inline constexpr std::uint64_t kPartBytes = 1u << 20;
-inline constexpr std::uint64_t kMaxWireFrameBytes = kPartBytes + 4096;                  // what gRPC takes
-inline constexpr std::uint64_t kQueuedFrameBytes = 512;                                 // what a frame costs beside its bytes
-// Frames of one peer that may wait for the dispatcher; more stay in gRPC's flow control, so that a peer which sends faster
-// than we work is slowed down and costs no memory.
+inline constexpr std::uint64_t kMaxWireFrameBytes = kPartBytes + 4096;  // what gRPC takes
+inline constexpr std::uint64_t kQueuedFrameBytes = 512;                 // what a frame costs beside its bytes
+// Frames of one peer that may wait for the dispatcher; more stay in gRPC's flow control, so that a peer which
+// sends faster than we work is slowed down and costs no memory.
 inline constexpr int kMaxUndelivered = 8;
 
 using FramePtr = std::shared_ptr<const v1::Frame>;
@@ -47,8 +50,8 @@ using FramePtr = std::shared_ptr<const v1::Frame>;
 template <typename Reactor>
 class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStream<Reactor>> {
  public:
-  // All run on the dispatcher. `on_frame` gets every frame but heartbeats; `on_read_ended` says that none follows; `on_done`,
-  // the last call, that the peer knows it too.
+  // All run on the dispatcher. `on_frame` gets every frame but heartbeats; `on_read_ended` says that none
+  // follows; `on_done`, the last call, that the peer knows it too.
   struct Handlers {
     std::function<void(v1::Frame)> on_frame;
     std::function<void()> on_read_ended;
@@ -57,7 +60,8 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
 
   explicit FrameStream(std::shared_ptr<Dispatcher> dispatcher) : dispatcher_(std::move(dispatcher)) {}
 
-  // Queues a frame. UNAVAILABLE when the stream has ended, RESOURCE_EXHAUSTED when the peer does not take what is queued.
+  // Queues a frame. UNAVAILABLE when the stream has ended, RESOURCE_EXHAUSTED when the peer does not take
+  // what is queued.
   Status write(FramePtr frame) {
     const std::vector<FramePtr> pieces = split(std::move(frame));
     std::uint64_t size = 0;
@@ -85,8 +89,8 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
     start_next();
   }
 
-  // Once per heartbeat: sends one, and says whether the peer has been silent for `dead_after_ns` AND for as many beats as
-  // fit in it, so that a process which was itself stopped does not take its peers for dead.
+  // Once per heartbeat: sends one, and says whether the peer has been silent for `dead_after_ns` AND for as
+  // many beats as fit in it, so that a process which was itself stopped does not take its peers for dead.
   bool beat(std::int64_t now_ns, std::int64_t heartbeat_ns, std::int64_t dead_after_ns) {
     MutexLock lock(mutex_);
     if (closed_) return false;
@@ -107,7 +111,8 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
   // True when the stream ended within `timeout_ns`: gRPC does not know it any more.
   bool wait_done(std::int64_t timeout_ns) {
     MutexLock lock(mutex_);
-    return done_changed_.wait_for_ns(mutex_, timeout_ns, [this]() SHARDPULL_NO_THREAD_SAFETY_ANALYSIS { return done_; });
+    return done_changed_.wait_for_ns(mutex_, timeout_ns,
+                                     [this]() SHARDPULL_NO_THREAD_SAFETY_ANALYSIS { return done_; });
   }
 
  protected:
@@ -126,7 +131,8 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
     this->StartRead(&incoming_);
   }
 
-  // The last reaction calls it last: whoever waits in wait_done() may destroy this object as soon as the lock is free.
+  // The last reaction calls it last: whoever waits in wait_done() may destroy this object as soon as the lock
+  // is free.
   void done() {
     dispatcher_->post([self = this->shared_from_this()] { self->handlers_.on_done(); });
     MutexLock lock(mutex_);
@@ -175,8 +181,8 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
     read_more();
   }
 
-  // Adds the part in `incoming_` to those before it. True when that made a frame, which is then in `incoming_`; parts that
-  // make none, or too large a one, give an empty frame, which no owner accepts.
+  // Adds the part in `incoming_` to those before it. True when that made a frame, which is then in
+  // `incoming_`; parts that make none, or too large a one, give an empty frame, which no owner accepts.
   bool join_part() {
     const v1::Part& part = incoming_.part();
     const bool too_large = joined_.size() + part.data().size() > kMaxControlFrameBytes;
@@ -184,7 +190,9 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
     if (!too_large && !part.last()) return false;
     const std::string bytes = std::exchange(joined_, std::string());
     const bool parsed = !too_large && incoming_.ParseFromString(bytes);
-    if (!parsed || incoming_.kind_case() == v1::Frame::kPart || incoming_.kind_case() == v1::Frame::kHeartbeat) incoming_.Clear();
+    if (!parsed || incoming_.kind_case() == v1::Frame::kPart ||
+        incoming_.kind_case() == v1::Frame::kHeartbeat)
+      incoming_.Clear();
     return true;
   }
 
@@ -274,14 +282,15 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
   bool read_ended_ SHARDPULL_GUARDED_BY(mutex_) = false;
   int undelivered_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   bool done_ SHARDPULL_GUARDED_BY(mutex_) = false;
-  bool heard_ SHARDPULL_GUARDED_BY(mutex_) = true;        // since the last beat
+  bool heard_ SHARDPULL_GUARDED_BY(mutex_) = true;  // since the last beat
   std::int64_t heard_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   std::int64_t silent_beats_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   std::int64_t peer_beat_sent_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   std::int64_t peer_beat_received_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;
 };
 
-// The address of a hub as gRPC takes it. Long or oddly spelled paths work: the name that gRPC sees is percent-encoded.
+// The address of a hub as gRPC takes it. Long or oddly spelled paths work: the name that gRPC sees is
+// percent-encoded.
 struct GrpcTarget {
   std::string shown;                     // for people: the socket file, or "node7:5000"
   std::string path;                      // the socket file; empty for TCP
@@ -293,8 +302,9 @@ struct GrpcTarget {
 // check_owner_only_directory, or of resolve().
 Result<GrpcTarget> grpc_target(const std::string& address);
 
-// Before any other use of gRPC. Keeps its log off standard error, unless GRPC_VERBOSITY asks for it, and keeps the library
-// initialised until the process ends: shut down with the last channel, it may wait ten seconds for a poller of its own.
+// Before any other use of gRPC. Keeps its log off standard error, unless GRPC_VERBOSITY asks for it, and
+// keeps the library initialised until the process ends: shut down with the last channel, it may wait ten
+// seconds for a poller of its own.
 void prepare_grpc();
 
 // INVALID_ARGUMENT, kLimit, when a body is larger than a control message may be.
@@ -304,8 +314,10 @@ Status check_message_size(std::string_view name, std::uint64_t bytes);
 Status member_gone(const Member& member, std::string_view why, Reason reason = Reason::kPeerLost);
 
 inline constexpr std::uint32_t kByteOrderMark = 0x01020304;
-inline constexpr std::int64_t kControlFlushNs = 2 * kNanosPerSecond;   // what shutdown() waits for queued frames
-inline constexpr std::int64_t kControlAbortNs = 2 * kNanosPerSecond;   // and then for a cancelled stream
-inline constexpr std::int64_t kHelloTimeoutNs = 10 * kNanosPerSecond;  // for a stream that does not say who it is
+inline constexpr std::int64_t kControlFlushNs =
+    2 * kNanosPerSecond;  // what shutdown() waits for queued frames
+inline constexpr std::int64_t kControlAbortNs = 2 * kNanosPerSecond;  // and then for a cancelled stream
+inline constexpr std::int64_t kHelloTimeoutNs =
+    10 * kNanosPerSecond;  // for a stream that does not say who it is
 
 }  // namespace shardpull

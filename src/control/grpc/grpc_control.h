@@ -7,9 +7,10 @@
 
 namespace shardpull {
 
-// The sender's side: serves the hub at options.address and is itself member options.self. A hello with another token,
-// software or wire version is refused, naming both sides' values. A member that connects again with another incarnation
-// while its old link lives gets ALREADY_EXISTS, and its link tries again until the old one is found dead and reported lost.
+// The sender's side: serves the hub at options.address and is itself member options.self. A hello with
+// another token, software or wire version is refused, naming both sides' values. A member that connects again
+// with another incarnation while its old link lives gets ALREADY_EXISTS, and its link tries again until the
+// old one is found dead and reported lost.
 Result<std::unique_ptr<Control>> start_grpc_hub(const ControlOptions& options, ControlSink& sink);
 
 // Everybody else: connects, waiting up to connect_timeout for the hub to appear, and says hello.

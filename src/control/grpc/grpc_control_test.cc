@@ -32,7 +32,8 @@ namespace shardpull {
 namespace {
 
 constexpr FleetToken kToken = 0xF1EE7;
-constexpr std::int64_t kPatience = 30 * kNanosPerSecond;  // far above what any step takes; a test that waits it out fails
+constexpr std::int64_t kPatience =
+    30 * kNanosPerSecond;  // far above what any step takes; a test that waits it out fails
 constexpr Member kWorker0{Role::kWorker, 0}, kWorker1{Role::kWorker, 1}, kTrainer1{Role::kTrainer, 1};
 
 class RunDirectory {
@@ -64,7 +65,11 @@ class Recorder final : public ControlSink {
   };
 
   void on_control(const Member& from, Incarnation incarnation, ControlBody body) override {
-    add({.kind = Event::kMessage, .member = from, .incarnation = incarnation, .body = std::move(body), .why = {}});
+    add({.kind = Event::kMessage,
+         .member = from,
+         .incarnation = incarnation,
+         .body = std::move(body),
+         .why = {}});
   }
   void on_member_up(const Member& member, Incarnation incarnation) override {
     add({.kind = Event::kUp, .member = member, .incarnation = incarnation, .body = {}, .why = {}});
@@ -79,7 +84,8 @@ class Recorder final : public ControlSink {
   }
   bool wait(const std::function<bool(const std::vector<Event>&)>& done) {
     MutexLock lock(mutex_);
-    return changed_.wait_for_ns(mutex_, kPatience, [&]() SHARDPULL_NO_THREAD_SAFETY_ANALYSIS { return done(events_); });
+    return changed_.wait_for_ns(mutex_, kPatience,
+                                [&]() SHARDPULL_NO_THREAD_SAFETY_ANALYSIS { return done(events_); });
   }
   bool wait_count(Event::Kind kind, const Member& member, std::size_t count) {
     return wait([&](const std::vector<Event>& events) {
@@ -133,9 +139,12 @@ std::unique_ptr<Control> link_at(const ControlOptions& options, ControlSink& sin
   return link.ok() ? std::move(link).value() : nullptr;
 }
 
-UserMessage note(std::string topic, std::string body = "") { return {.topic = std::move(topic), .body = std::move(body)}; }
+UserMessage note(std::string topic, std::string body = "") {
+  return {.topic = std::move(topic), .body = std::move(body)};
+}
 
-// Goal: a hello introduces both sides, messages go both ways and to oneself, and every member learns of every other.
+// Goal: a hello introduces both sides, messages go both ways and to oneself, and every member learns of every
+// other.
 TEST(GrpcControl, IntroducesMembersAndCarriesMessages) {
   RunDirectory directory;
   Recorder at_hub, at_worker, at_trainer;
@@ -151,14 +160,15 @@ TEST(GrpcControl, IntroducesMembersAndCarriesMessages) {
   ASSERT_TRUE(at_hub.wait_count(Event::kUp, kWorker0, 1));
   ASSERT_TRUE(at_hub.wait_count(Event::kUp, kTrainer1, 1));
 
-  const auto expect_arrives = [](Control& from, const Member& self, Incarnation incarnation, const Member& to, Recorder& at) {
+  const auto expect_arrives = [](Control& from, const Member& self, Incarnation incarnation, const Member& to,
+                                 Recorder& at) {
     const std::string topic = to_string(self) + " to " + to_string(to);
     ASSERT_TRUE(from.send(to, note(topic, std::string("\0\xff", 2))).ok());
     ASSERT_TRUE(at.wait([&](const std::vector<Event>& events) {
       return std::any_of(events.begin(), events.end(), [&](const Event& e) {
         const auto* const body = std::get_if<UserMessage>(&e.body);
-        return e.kind == Event::kMessage && e.member == self && e.incarnation == incarnation && body != nullptr &&
-               body->topic == topic && body->body == std::string("\0\xff", 2);
+        return e.kind == Event::kMessage && e.member == self && e.incarnation == incarnation &&
+               body != nullptr && body->topic == topic && body->body == std::string("\0\xff", 2);
       });
     })) << topic;
   };
@@ -179,18 +189,22 @@ TEST(GrpcControl, KeepsTheOrderOfManyMessages) {
   const auto worker = link_at(options_for(directory, kWorker0, 2), at_worker);
   constexpr std::uint64_t kMessages = 10'000;
   std::thread from_hub([&] {
-    for (std::uint64_t i = 0; i < kMessages; ++i) EXPECT_TRUE(hub->send(kTrainer1, Update{.sync_id = i}).ok());
+    for (std::uint64_t i = 0; i < kMessages; ++i)
+      EXPECT_TRUE(hub->send(kTrainer1, Update{.sync_id = i}).ok());
   });
-  for (std::uint64_t i = 0; i < kMessages; ++i) ASSERT_TRUE(worker->send(kTrainer1, Finish{.sync_id = i}).ok());
+  for (std::uint64_t i = 0; i < kMessages; ++i)
+    ASSERT_TRUE(worker->send(kTrainer1, Finish{.sync_id = i}).ok());
   from_hub.join();
   ASSERT_TRUE(at_trainer.wait_count(Event::kMessage, kWorker0, kMessages));
   ASSERT_TRUE(at_trainer.wait_count(Event::kMessage, kSender, kMessages));
   std::uint64_t updates = 0, finishes = 0;
   for (const Event& event : at_trainer.events()) {
-    if (const auto* const update = std::get_if<Update>(&event.body); event.kind == Event::kMessage && update != nullptr) {
+    if (const auto* const update = std::get_if<Update>(&event.body);
+        event.kind == Event::kMessage && update != nullptr) {
       ASSERT_EQ(update->sync_id, updates++);
     }
-    if (const auto* const finish = std::get_if<Finish>(&event.body); event.kind == Event::kMessage && finish != nullptr) {
+    if (const auto* const finish = std::get_if<Finish>(&event.body);
+        event.kind == Event::kMessage && finish != nullptr) {
       ASSERT_EQ(finish->sync_id, finishes++);
     }
   }
@@ -334,10 +348,14 @@ TEST(GrpcControl, RefusesOtherVersionsNamingBoth) {
   EXPECT_EQ(software.info().reason, Reason::kVersionMismatch);
   EXPECT_NE(software.message().find("software 0.0.9"), std::string::npos) << software.message();
   EXPECT_NE(software.message().find(std::string("software ") + kSoftwareVersion), std::string::npos);
-  EXPECT_NE(refused([](v1::Hello& h) { h.set_wire_version(77); }).message().find("wire 77"), std::string::npos);
-  EXPECT_NE(refused([](v1::Hello& h) { h.set_slice_format_version(78); }).message().find("slice format 78"), std::string::npos);
-  EXPECT_NE(refused([](v1::Hello& h) { h.set_byte_order(0x04030201); }).message().find("byte order"), std::string::npos);
-  EXPECT_NE(refused([](v1::Hello& h) { *h.mutable_member() = to_wire(kSender); }).message().find("trainer 0"), std::string::npos);
+  EXPECT_NE(refused([](v1::Hello& h) { h.set_wire_version(77); }).message().find("wire 77"),
+            std::string::npos);
+  EXPECT_NE(refused([](v1::Hello& h) { h.set_slice_format_version(78); }).message().find("slice format 78"),
+            std::string::npos);
+  EXPECT_NE(refused([](v1::Hello& h) { h.set_byte_order(0x04030201); }).message().find("byte order"),
+            std::string::npos);
+  EXPECT_NE(refused([](v1::Hello& h) { *h.mutable_member() = to_wire(kSender); }).message().find("trainer 0"),
+            std::string::npos);
   EXPECT_TRUE(at_hub.events().empty());
   set_log_level(LogLevel::kWarn);
 }
@@ -402,7 +420,8 @@ TEST(GrpcControl, SurvivesForeignBytes) {
   RunDirectory directory;
   Recorder at_hub, at_worker;
   const auto hub = hub_at(options_for(directory, kSender, 1), at_hub);
-  for (const std::string& bytes : {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(10'000, '\xA5'), std::string("SPUL"), std::string()}) {
+  for (const std::string& bytes : {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(10'000, '\xA5'),
+                                   std::string("SPUL"), std::string()}) {
     auto fd = connect_unix(directory.socket(), kNanosPerSecond);
     ASSERT_TRUE(fd.ok());
     [[maybe_unused]] const ssize_t sent = ::send(fd->get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
@@ -412,7 +431,8 @@ TEST(GrpcControl, SurvivesForeignBytes) {
   ASSERT_TRUE(at_hub.wait_count(Event::kMessage, kWorker0, 1));
 }
 
-// Goal: two processes of one number are a mistake, told to the second; after the first has gone the number is free.
+// Goal: two processes of one number are a mistake, told to the second; after the first has gone the number is
+// free.
 TEST(GrpcControl, RefusesASecondMemberOfTheSameNumber) {
   set_log_level(LogLevel::kError);
   RunDirectory directory;
@@ -512,8 +532,13 @@ TEST(GrpcControl, ShutsDownFromEveryState) {
         while (!stop) a->send(kWorker1, note("x")).ignore();
       });
       switch (round % 3) {
-        case 0: b.reset(); hub->shutdown(); break;
-        case 1: hub.reset(); break;
+        case 0:
+          b.reset();
+          hub->shutdown();
+          break;
+        case 1:
+          hub.reset();
+          break;
         default: {
           std::thread other([&] { b->shutdown(); });
           hub->shutdown();
@@ -555,7 +580,8 @@ TEST(GrpcControl, RefusesAddressesThatCannotServe) {
   RunDirectory directory;
   Recorder sink;
   const auto hub = hub_at(options_for(directory, kSender, 1), sink);
-  EXPECT_EQ(start_grpc_hub(options_for(directory, kSender, 2), sink).status().code(), StatusCode::kAlreadyExists);
+  EXPECT_EQ(start_grpc_hub(options_for(directory, kSender, 2), sink).status().code(),
+            StatusCode::kAlreadyExists);
   ControlOptions options = options_for(directory, kSender, 1);
   options.address = "0.0.0.0:1234";
   EXPECT_NE(start_grpc_hub(options, sink).status().message().find("unix:/path"), std::string::npos);
@@ -566,7 +592,8 @@ TEST(GrpcControl, RefusesAddressesThatCannotServe) {
   EXPECT_EQ(start_grpc_hub(options, sink).status().code(), StatusCode::kInvalidArgument);
   RunDirectory open_directory;
   ASSERT_EQ(chmod(open_directory.path().c_str(), 0755), 0);
-  EXPECT_EQ(start_grpc_hub(options_for(open_directory, kSender, 1), sink).status().code(), StatusCode::kPermissionDenied);
+  EXPECT_EQ(start_grpc_hub(options_for(open_directory, kSender, 1), sink).status().code(),
+            StatusCode::kPermissionDenied);
 }
 
 // Goal: a killed hub's socket file does not stand in the way of the next one.
@@ -585,8 +612,9 @@ TEST(GrpcControl, ReplacesAStaleSocket) {
 
 // Goal: paths with spaces, percent signs, other scripts and any length work.
 TEST(GrpcControl, WorksAtOddPaths) {
-  for (const std::string& below : {std::string("/with space/100%25 ?#[a]"), std::string("/\xC3\xA4\xE2\x82\xAC"),
-                                   "/" + std::string(100, 'a') + "/ b/" + std::string(100, 'c')}) {
+  for (const std::string& below :
+       {std::string("/with space/100%25 ?#[a]"), std::string("/\xC3\xA4\xE2\x82\xAC"),
+        "/" + std::string(100, 'a') + "/ b/" + std::string(100, 'c')}) {
     RunDirectory directory(below);
     Recorder at_hub, at_worker;
     const auto hub = hub_at(options_for(directory, kSender, 1), at_hub);
@@ -603,8 +631,8 @@ TEST(GrpcControl, WorksAtOddPaths) {
 
 constexpr const char* kChildVariable = "SHARDPULL_TEST_CHILD_DIRECTORY";
 
-// What the tests below start, stop and kill: a link of worker 0 which says "up" and then answers every message. It ends with
-// code 3 when the sender is lost.
+// What the tests below start, stop and kill: a link of worker 0 which says "up" and then answers every
+// message. It ends with code 3 when the sender is lost.
 [[noreturn]] void run_child(const std::string& directory) {
   class Echo final : public ControlSink {
    public:
@@ -631,12 +659,13 @@ constexpr const char* kChildVariable = "SHARDPULL_TEST_CHILD_DIRECTORY";
   Mutex mutex;
   CondVar never;
   MutexLock lock(mutex);
-  for (int i = 0; i < 60; ++i) never.wait_for_ns(mutex, kNanosPerSecond);  // a bound, should the parent be gone
+  for (int i = 0; i < 60; ++i)
+    never.wait_for_ns(mutex, kNanosPerSecond);  // a bound, should the parent be gone
   _exit(2);
 }
 
-// A child is this program with a variable in its environment, executed anew: gRPC does not survive a mere fork. It never
-// comes as far as GoogleTest.
+// A child is this program with a variable in its environment, executed anew: gRPC does not survive a mere
+// fork. It never comes as far as GoogleTest.
 const bool kIsChild = [] {
   if (const char* const directory = std::getenv(kChildVariable)) run_child(directory);
   return false;
@@ -675,7 +704,8 @@ class ChildProcess {
   pid_t pid_ = -1;
 };
 
-// Goal: a killed process is reported lost at once, by the break of its stream, to the hub and to everybody else.
+// Goal: a killed process is reported lost at once, by the break of its stream, to the hub and to everybody
+// else.
 TEST(GrpcControl, ReportsAKilledProcessAtOnce) {
   RunDirectory directory;
   Recorder at_hub, at_trainer;
@@ -696,7 +726,8 @@ TEST(GrpcControl, ReportsAKilledProcessAtOnce) {
   EXPECT_EQ(at_hub.last(Event::kLost, kWorker0).incarnation, 2u);
 }
 
-// Goal: a process that is stopped, its connection still open, is found dead by its silence; when it goes on it is fenced.
+// Goal: a process that is stopped, its connection still open, is found dead by its silence; when it goes on
+// it is fenced.
 TEST(GrpcControl, FindsAStoppedProcessDeadAndFencesIt) {
   set_log_level(LogLevel::kError);
   RunDirectory directory;
@@ -712,7 +743,8 @@ TEST(GrpcControl, FindsAStoppedProcessDeadAndFencesIt) {
   for (int i = 0; i < 10; ++i) hub->send(kWorker0, note("x")).ignore();
   ASSERT_TRUE(at_hub.wait_count(Event::kLost, kWorker0, 1));
   EXPECT_GE(SystemClock::instance().now_ns() - stopped_ns, kNanosPerSecond);
-  EXPECT_NE(at_hub.last(Event::kLost, kWorker0).why.message().find("did not answer for 1500 ms"), std::string::npos);
+  EXPECT_NE(at_hub.last(Event::kLost, kWorker0).why.message().find("did not answer for 1500 ms"),
+            std::string::npos);
   EXPECT_EQ(hub->send(kWorker0, note("x")).code(), StatusCode::kUnavailable);
   const std::size_t seen = at_hub.events().size();
   child.signal(SIGCONT);
@@ -744,7 +776,8 @@ TEST(GrpcControl, QuietMembersStayUp) {
 }
 
 std::size_t entries_of(const char* directory) {
-  return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(directory), std::filesystem::directory_iterator()));
+  return static_cast<std::size_t>(
+      std::distance(std::filesystem::directory_iterator(directory), std::filesystem::directory_iterator()));
 }
 
 // Goal: two hundred lives later there are as many descriptors and threads as before.

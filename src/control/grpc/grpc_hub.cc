@@ -1,5 +1,5 @@
-// The hub: the sender's side of the star. All decisions are taken on one dispatcher thread, so that membership, routing and
-// what each link is told have one order.
+// The hub: the sender's side of the star. All decisions are taken on one dispatcher thread, so that
+// membership, routing and what each link is told have one order.
 #include <algorithm>
 #include <atomic>
 #include <map>
@@ -29,7 +29,8 @@ constexpr std::size_t kMaxRememberedRefusals = 1024;
 
 grpc::Status to_grpc(const Status& status) {
   if (status.ok()) return grpc::Status::OK;
-  return grpc::Status(static_cast<grpc::StatusCode>(to_grpc_code(status.code())), status.message(), to_grpc_details(status));
+  return grpc::Status(static_cast<grpc::StatusCode>(to_grpc_code(status.code())), status.message(),
+                      to_grpc_details(status));
 }
 
 class HubStream final : public FrameStream<grpc::ServerBidiReactor<v1::Frame, v1::Frame>> {
@@ -58,7 +59,8 @@ class HubStream final : public FrameStream<grpc::ServerBidiReactor<v1::Frame, v1
 
  private:
   void end_side() SHARDPULL_REQUIRES(mutex_) override { finish_call(); }
-  void on_read_ended() SHARDPULL_REQUIRES(mutex_) override {  // the peer has said everything; what is queued for it still goes out
+  void on_read_ended() SHARDPULL_REQUIRES(
+      mutex_) override {  // the peer has said everything; what is queued for it still goes out
     ending_ = true;
     start_next();
   }
@@ -89,8 +91,8 @@ class HubStream final : public FrameStream<grpc::ServerBidiReactor<v1::Frame, v1
   std::optional<Member> member;
   Incarnation incarnation = 0;
   std::set<Member> told_missing;  // members it wrote to in vain; once is enough until they come
-  std::string farewell;  // why it left, when it said goodbye
-  Status broken;         // why we ended it, when we did
+  std::string farewell;           // why it left, when it said goodbye
+  Status broken;                  // why we ended it, when we did
 };
 
 using StreamPtr = std::shared_ptr<HubStream>;
@@ -118,7 +120,8 @@ class GrpcHub final : public Control, private v1::Control::CallbackService {
   void take(const StreamPtr& stream, v1::Frame frame);
   void take_hello(const StreamPtr& stream, const v1::Hello& hello);
   Status check_hello(const v1::Hello& hello, std::optional<Member>& member) const;
-  void route(v1::Routed routed, const Member& from, Incarnation from_incarnation, const StreamPtr& from_stream);
+  void route(v1::Routed routed, const Member& from, Incarnation from_incarnation,
+             const StreamPtr& from_stream);
   void ended(const StreamPtr& stream);
   void lose(const Member& member, const Status& why);
   void break_stream(const StreamPtr& stream, Status why);
@@ -148,12 +151,13 @@ Status GrpcHub::start() {
   if (target_.path.empty()) {
     for (const SocketAddress& address : target_.addresses) {
       if (!address.loopback() && !options_.insecure_listen) {
-        return Status(StatusCode::kInvalidArgument,
-                      fmt::format("the control hub would listen at {}, which other hosts reach, and neither the fleet "
-                                  "token nor the weights are encrypted: allow it with insecure_listen "
-                                  "(--insecure-listen) on a network you trust, or use a loopback address",
-                                  address.to_string()),
-                      {.reason = Reason::kBadArgument});
+        return Status(
+            StatusCode::kInvalidArgument,
+            fmt::format("the control hub would listen at {}, which other hosts reach, and neither the fleet "
+                        "token nor the weights are encrypted: allow it with insecure_listen "
+                        "(--insecure-listen) on a network you trust, or use a loopback address",
+                        address.to_string()),
+            {.reason = Reason::kBadArgument});
       }
       SHARDPULL_RETURN_IF_ERROR(check_can_listen(address, "the control hub"));
     }
@@ -176,11 +180,13 @@ Status GrpcHub::start() {
   builder.RegisterService(static_cast<v1::Control::CallbackService*>(this));
   server_ = builder.BuildAndStart();
   if (server_ == nullptr || std::find(ports.begin(), ports.end(), 0) != ports.end()) {
-    return Status(StatusCode::kFailedPrecondition,
-                  fmt::format("the control hub cannot listen at \"{}\": check that {} and that no other process uses it",
-                              target_.shown,
-                              target_.path.empty() ? "it is an address of this host" : "its directory is writable"),
-                  {.reason = Reason::kHost, .fault = Fault::kHost});
+    return Status(
+        StatusCode::kFailedPrecondition,
+        fmt::format(
+            "the control hub cannot listen at \"{}\": check that {} and that no other process uses it",
+            target_.shown,
+            target_.path.empty() ? "it is an address of this host" : "its directory is writable"),
+        {.reason = Reason::kHost, .fault = Fault::kHost});
   }
   ticker_ = std::make_unique<Ticker>("shardpull-beat", options_.heartbeat_ns, [this] { beat(); });
   return {};
@@ -227,12 +233,14 @@ void GrpcHub::beat() {
   for (const StreamPtr& stream : streams) {
     if (!stream->identified) {
       if (now_ns - stream->opened_ns < kHelloTimeoutNs) continue;
-      stream->finish(Status(StatusCode::kDeadlineExceeded, "no hello arrived", {.reason = Reason::kBadToken}));
+      stream->finish(
+          Status(StatusCode::kDeadlineExceeded, "no hello arrived", {.reason = Reason::kBadToken}));
     } else if (stream->beat(now_ns, options_.heartbeat_ns, options_.dead_after_ns)) {
       dispatcher_->post([this, stream] {
         if (!stream->member) return;
-        break_stream(stream, member_gone(*stream->member, fmt::format("it did not answer for {} ms", options_.dead_after_ns /
-                                                                                                         kNanosPerMilli)));
+        break_stream(stream,
+                     member_gone(*stream->member, fmt::format("it did not answer for {} ms",
+                                                              options_.dead_after_ns / kNanosPerMilli)));
       });
     }
   }
@@ -288,7 +296,8 @@ void GrpcHub::shutdown() {
     }
     for (const StreamPtr& stream : all()) stream->abort();
     if (server_ != nullptr) {
-      server_->Shutdown(gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_nanos(kControlAbortNs, GPR_TIMESPAN)));
+      server_->Shutdown(
+          gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_nanos(kControlAbortNs, GPR_TIMESPAN)));
     }
     if (ticker_ != nullptr) ticker_->stop();
     dispatcher_->stop();
@@ -307,38 +316,46 @@ void GrpcHub::take(const StreamPtr& stream, v1::Frame frame) {
                                        {.reason = Reason::kBadToken, .fault = Fault::kPeer}));
   }
   switch (frame.kind_case()) {
-    case v1::Frame::kHello: return take_hello(stream, frame.hello());
+    case v1::Frame::kHello:
+      return take_hello(stream, frame.hello());
     case v1::Frame::kRouted: {
       return route(std::move(*frame.mutable_routed()), *stream->member, stream->incarnation, stream);
     }
-    case v1::Frame::kGoodbye: stream->farewell = frame.goodbye().reason(); return;
+    case v1::Frame::kGoodbye:
+      stream->farewell = frame.goodbye().reason();
+      return;
     case v1::Frame::kWelcome:
     case v1::Frame::kMemberUp:
     case v1::Frame::kMemberLost:
     case v1::Frame::kHeartbeat:
     case v1::Frame::kPart:
-    case v1::Frame::KIND_NOT_SET: break;
+    case v1::Frame::KIND_NOT_SET:
+      break;
   }
-  break_stream(stream, Status(StatusCode::kInvalidArgument, "a frame that only the hub may send, or of an unknown kind",
+  break_stream(stream, Status(StatusCode::kInvalidArgument,
+                              "a frame that only the hub may send, or of an unknown kind",
                               {.reason = Reason::kCorrupt, .fault = Fault::kPeer}));
 }
 
 Status GrpcHub::check_hello(const v1::Hello& hello, std::optional<Member>& member) const {
   if (hello.token() != options_.token) {
-    return Status(StatusCode::kUnauthenticated, "the fleet token is not this fleet's: both sides must be given the same one",
+    return Status(StatusCode::kUnauthenticated,
+                  "the fleet token is not this fleet's: both sides must be given the same one",
                   {.reason = Reason::kBadToken, .fault = Fault::kPeer});
   }
   const auto mismatch = [](std::string message) {
     return Status(StatusCode::kFailedPrecondition, std::move(message),
                   {.reason = Reason::kVersionMismatch, .fault = Fault::kPeer});
   };
-  if (hello.byte_order() != kByteOrderMark) return mismatch("the byte order differs: all hosts of a fleet must be little-endian");
+  if (hello.byte_order() != kByteOrderMark)
+    return mismatch("the byte order differs: all hosts of a fleet must be little-endian");
   if (hello.software_version() != kSoftwareVersion || hello.wire_version() != kWireVersion ||
       hello.slice_format_version() != static_cast<std::uint32_t>(kSliceFormatVersion)) {
-    return mismatch(fmt::format("versions differ: the peer has software {}, wire {}, slice format {}; the hub has software {}, "
-                                "wire {}, slice format {}",
-                                hello.software_version(), hello.wire_version(), hello.slice_format_version(), kSoftwareVersion,
-                                kWireVersion, kSliceFormatVersion));
+    return mismatch(fmt::format(
+        "versions differ: the peer has software {}, wire {}, slice format {}; the hub has software {}, "
+        "wire {}, slice format {}",
+        hello.software_version(), hello.wire_version(), hello.slice_format_version(), kSoftwareVersion,
+        kWireVersion, kSliceFormatVersion));
   }
   member = from_wire(hello.member());
   if (!member || hello.incarnation() == 0) {
@@ -346,16 +363,19 @@ Status GrpcHub::check_hello(const v1::Hello& hello, std::optional<Member>& membe
                   {.reason = Reason::kCorrupt, .fault = Fault::kPeer});
   }
   if (*member == options_.self) {
-    return Status(StatusCode::kFailedPrecondition,
-                  fmt::format("{} is the hub itself: another process was started with its number", to_string(*member)),
-                  {.reason = Reason::kBadArgument, .fault = Fault::kPeer});
+    return Status(
+        StatusCode::kFailedPrecondition,
+        fmt::format("{} is the hub itself: another process was started with its number", to_string(*member)),
+        {.reason = Reason::kBadArgument, .fault = Fault::kPeer});
   }
   if (const auto up = members_.find(*member); up != members_.end()) {
-    return Status(StatusCode::kAlreadyExists,
-                  fmt::format("{} is connected already: another process was started with its number, or the old one has not "
-                              "been found dead yet",
-                              to_string(*member)),
-                  {.reason = Reason::kWrongState, .fault = Fault::kPeer, .retryable = true});
+    return Status(
+        StatusCode::kAlreadyExists,
+        fmt::format(
+            "{} is connected already: another process was started with its number, or the old one has not "
+            "been found dead yet",
+            to_string(*member)),
+        {.reason = Reason::kWrongState, .fault = Fault::kPeer, .retryable = true});
   }
   return {};
 }
@@ -367,7 +387,8 @@ void GrpcHub::take_hello(const StreamPtr& stream, const v1::Hello& hello) {
                                   : check_hello(hello, member);
   if (!checked.ok()) {
     // The refused side reports it too. One that comes again and again is logged once.
-    const std::string text = fmt::format("refused {}: {}", member ? to_string(*member) : "a peer", checked.message());
+    const std::string text =
+        fmt::format("refused {}: {}", member ? to_string(*member) : "a peer", checked.message());
     if (refusals_.size() < kMaxRememberedRefusals && refusals_.insert(text).second) {
       log_at(checked.info().retryable ? LogLevel::kInfo : LogLevel::kWarn, "control: {}", text);
     }
@@ -384,7 +405,8 @@ void GrpcHub::take_hello(const StreamPtr& stream, const v1::Hello& hello) {
     *entry.mutable_member() = to_wire(other);
     entry.set_incarnation(up.incarnation);
   }
-  if (!stream->write(std::move(welcome)).ok()) return;  // it broke meanwhile; ended() follows and finds nobody
+  if (!stream->write(std::move(welcome)).ok())
+    return;  // it broke meanwhile; ended() follows and finds nobody
   stream->identified = true;
   members_[*member] = Up{stream->incarnation, stream};
   {
@@ -399,7 +421,8 @@ void GrpcHub::take_hello(const StreamPtr& stream, const v1::Hello& hello) {
   if (!closing_) sink_.on_member_up(*member, stream->incarnation);
 }
 
-void GrpcHub::route(v1::Routed routed, const Member& from, Incarnation from_incarnation, const StreamPtr& from_stream) {
+void GrpcHub::route(v1::Routed routed, const Member& from, Incarnation from_incarnation,
+                    const StreamPtr& from_stream) {
   const std::optional<Member> to = from_wire(routed.to());
   const auto refuse = [&](Status why) {
     if (from_stream != nullptr) break_stream(from_stream, std::move(why));
@@ -416,7 +439,8 @@ void GrpcHub::route(v1::Routed routed, const Member& from, Incarnation from_inca
     return;
   }
   const auto up = members_.find(*to);
-  if (up != members_.end() && (routed.to_incarnation() == 0 || routed.to_incarnation() == up->second.incarnation)) {
+  if (up != members_.end() &&
+      (routed.to_incarnation() == 0 || routed.to_incarnation() == up->second.incarnation)) {
     *routed.mutable_from() = to_wire(from);
     routed.set_from_incarnation(from_incarnation);
     auto frame = std::make_shared<v1::Frame>();
@@ -424,7 +448,8 @@ void GrpcHub::route(v1::Routed routed, const Member& from, Incarnation from_inca
     return write(up->second, std::move(frame));
   }
   // A sender that knew the life it wrote to has been told of its end. One that knew none is told now.
-  if (from_stream == nullptr || routed.to_incarnation() != 0 || !from_stream->told_missing.insert(*to).second) return;
+  if (from_stream == nullptr || routed.to_incarnation() != 0 || !from_stream->told_missing.insert(*to).second)
+    return;
   auto lost = std::make_shared<v1::Frame>();
   *lost->mutable_member_lost()->mutable_member() = to_wire(*to);
   *lost->mutable_member_lost()->mutable_why() = to_wire(member_gone(*to, "it is not connected to the hub"));
@@ -487,7 +512,8 @@ void GrpcHub::broadcast(const FramePtr& frame, const Member& except) {
 void GrpcHub::write(const Up& up, FramePtr frame) {
   const StreamPtr stream = up.stream;
   const Status written = stream->write(std::move(frame));
-  // A closed stream is reported by its end. One that takes nothing must be ended, or its messages would be lost silently.
+  // A closed stream is reported by its end. One that takes nothing must be ended, or its messages would be
+  // lost silently.
   if (written.code() == StatusCode::kResourceExhausted) break_stream(stream, written);
 }
 
@@ -495,8 +521,10 @@ void GrpcHub::write(const Up& up, FramePtr frame) {
 
 Result<std::unique_ptr<Control>> start_grpc_hub(const ControlOptions& options, ControlSink& sink) {
   prepare_grpc();
-  if (options.token == 0 || options.incarnation == 0 || options.heartbeat_ns <= 0 || options.dead_after_ns <= 0) {
-    return Status(StatusCode::kInvalidArgument, "the control hub needs a token, an incarnation, and times above 0",
+  if (options.token == 0 || options.incarnation == 0 || options.heartbeat_ns <= 0 ||
+      options.dead_after_ns <= 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  "the control hub needs a token, an incarnation, and times above 0",
                   {.reason = Reason::kBadArgument});
   }
   auto hub = std::make_unique<GrpcHub>(options, sink);

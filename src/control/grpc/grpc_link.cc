@@ -30,8 +30,8 @@ namespace {
 std::string percent_encoded(std::string_view text) {
   std::string out;
   for (const char c : text) {
-    const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '/' || c == '-' ||
-                       c == '_' || c == '.' || c == '~';
+    const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
+                       c == '/' || c == '-' || c == '_' || c == '.' || c == '~';
     out += plain ? std::string(1, c) : fmt::format("%{:02X}", static_cast<unsigned char>(c));
   }
   return out;
@@ -40,7 +40,8 @@ std::string percent_encoded(std::string_view text) {
 Result<GrpcTarget> unix_target(std::string path) {
   GrpcTarget out;
   out.shown = out.path = std::move(path);
-  SHARDPULL_RETURN_IF_ERROR(check_owner_only_directory(directory_of(out.path), "the control channel's socket"));
+  SHARDPULL_RETURN_IF_ERROR(
+      check_owner_only_directory(directory_of(out.path), "the control channel's socket"));
   SHARDPULL_ASSIGN_OR_RETURN(SocketPath socket_path, SocketPath::open(out.path));
   auto kept = std::make_shared<SocketPath>(std::move(socket_path));
   out.targets.push_back("unix:" + percent_encoded(kept->name()));
@@ -68,9 +69,11 @@ Result<GrpcTarget> grpc_target(const std::string& address) {
   const std::string_view text(address);
   if (text.starts_with(kUnix) && text.size() > kUnix.size()) return unix_target(address.substr(kUnix.size()));
   if (text.starts_with(kTcp)) return tcp_target(text.substr(kTcp.size()));
-  return Status(StatusCode::kInvalidArgument,
-                fmt::format("the control address \"{}\" is not of the form unix:/path/to/socket or tcp:HOST:PORT", address),
-                {.reason = Reason::kBadArgument});
+  return Status(
+      StatusCode::kInvalidArgument,
+      fmt::format("the control address \"{}\" is not of the form unix:/path/to/socket or tcp:HOST:PORT",
+                  address),
+      {.reason = Reason::kBadArgument});
 }
 
 void prepare_grpc() {
@@ -87,8 +90,8 @@ void prepare_grpc() {
 Status check_message_size(std::string_view name, std::uint64_t bytes) {
   if (bytes <= kMaxControlMessageBytes) return {};
   return Status(StatusCode::kInvalidArgument,
-                fmt::format("a {} message of {} is above the limit of {} of the control channel", name, format_bytes(bytes),
-                            format_bytes(kMaxControlMessageBytes)),
+                fmt::format("a {} message of {} is above the limit of {} of the control channel", name,
+                            format_bytes(bytes), format_bytes(kMaxControlMessageBytes)),
                 {.reason = Reason::kLimit, .fault = Fault::kUser});
 }
 
@@ -113,8 +116,10 @@ bool is_permanent(const Status& status) {
     case StatusCode::kFailedPrecondition:
     case StatusCode::kInvalidArgument:
     case StatusCode::kPermissionDenied:
-    case StatusCode::kUnimplemented: return true;
-    default: return false;
+    case StatusCode::kUnimplemented:
+      return true;
+    default:
+      return false;
   }
 }
 
@@ -162,19 +167,21 @@ class LinkStream final : public FrameStream<grpc::ClientBidiReactor<v1::Frame, v
   // Waits for the answer to the hello, or the end; true when either came.
   bool wait_answer(std::int64_t timeout_ns) {
     MutexLock lock(mutex_);
-    return done_changed_.wait_for_ns(mutex_, timeout_ns,
-                                     [this]() SHARDPULL_NO_THREAD_SAFETY_ANALYSIS { return welcomed_ || done_; });
+    return done_changed_.wait_for_ns(
+        mutex_, timeout_ns, [this]() SHARDPULL_NO_THREAD_SAFETY_ANALYSIS { return welcomed_ || done_; });
   }
   // Why it ended; OK while it has not.
   Status final_status() {
     MutexLock lock(mutex_);
-    return from_grpc_status(final_status_.error_code(), final_status_.error_message(), final_status_.error_details());
+    return from_grpc_status(final_status_.error_code(), final_status_.error_message(),
+                            final_status_.error_details());
   }
 
  private:
   void end_side() SHARDPULL_REQUIRES(mutex_) override { StartWritesDone(); }
   void on_read_ended() SHARDPULL_REQUIRES(mutex_) override { drop_hold(); }
-  void on_write_failed() SHARDPULL_REQUIRES(mutex_) override {}  // the read side ends too, and OnDone says why
+  void on_write_failed() SHARDPULL_REQUIRES(mutex_) override {
+  }  // the read side ends too, and OnDone says why
   void OnDone(const grpc::Status& status) override {
     {
       MutexLock lock(mutex_);
@@ -285,7 +292,8 @@ void GrpcLink::aim(std::size_t index) {
   arguments.SetMaxReceiveMessageSize(static_cast<int>(kMaxWireFrameBytes));
   arguments.SetMaxSendMessageSize(static_cast<int>(kMaxWireFrameBytes));
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // a connection of its own
-  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);             // a stream cannot be replayed, and its messages need not be kept
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES,
+                   0);  // a stream cannot be replayed, and its messages need not be kept
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 20);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 200);
@@ -325,11 +333,14 @@ Status GrpcLink::connect() {
       continue;
     }
     const StreamPtr stream = try_once();
-    const std::int64_t answer_ns = std::min(std::max<std::int64_t>(1, deadline_ns - clock.now_ns()), options_.dead_after_ns);
-    if (!stream->wait_answer(answer_ns) && (stream->abandon() || !stream->wait_answer(options_.dead_after_ns))) {
+    const std::int64_t answer_ns =
+        std::min(std::max<std::int64_t>(1, deadline_ns - clock.now_ns()), options_.dead_after_ns);
+    if (!stream->wait_answer(answer_ns) &&
+        (stream->abandon() || !stream->wait_answer(options_.dead_after_ns))) {
       stream->abort();
       release(stream);
-      last = Status(StatusCode::kDeadlineExceeded, "the process there accepted the connection and did not answer");
+      last = Status(StatusCode::kDeadlineExceeded,
+                    "the process there accepted the connection and did not answer");
       continue;
     }
     if (stream->is_welcomed()) {
@@ -337,23 +348,29 @@ Status GrpcLink::connect() {
       return {};
     }
     last = stream->final_status();
-    if (is_permanent(last)) return last.with_context(fmt::format("the hub at \"{}\" refused {}", target_.shown, to_string(options_.self)));
+    if (is_permanent(last))
+      return last.with_context(
+          fmt::format("the hub at \"{}\" refused {}", target_.shown, to_string(options_.self)));
     if (last.code() == StatusCode::kAlreadyExists) {
       // The old process of this number may be dead and not found so yet.
       if (duplicate_until_ns == 0) {
-        duplicate_until_ns = clock.now_ns() + options_.dead_after_ns + 2 * options_.heartbeat_ns + kNanosPerSecond;
+        duplicate_until_ns =
+            clock.now_ns() + options_.dead_after_ns + 2 * options_.heartbeat_ns + kNanosPerSecond;
       }
       if (clock.now_ns() >= duplicate_until_ns) {
-        return last.with_context(fmt::format("the hub at \"{}\" refused {}", target_.shown, to_string(options_.self)));
+        return last.with_context(
+            fmt::format("the hub at \"{}\" refused {}", target_.shown, to_string(options_.self)));
       }
     }
     pause();
   }
-  return Status(StatusCode::kDeadlineExceeded,
-                fmt::format("no control hub answered at \"{}\" within {} ({}): check that trainer 0 is running, that it was "
-                            "given the same address, and that it has not failed at its start",
-                            target_.shown, format_duration_ns(options_.connect_timeout_ns), last.message()),
-                {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .retryable = true, .peer = to_string(kSender)});
+  return Status(
+      StatusCode::kDeadlineExceeded,
+      fmt::format(
+          "no control hub answered at \"{}\" within {} ({}): check that trainer 0 is running, that it was "
+          "given the same address, and that it has not failed at its start",
+          target_.shown, format_duration_ns(options_.connect_timeout_ns), last.message()),
+      {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .retryable = true, .peer = to_string(kSender)});
 }
 
 void GrpcLink::beat() {
@@ -365,7 +382,8 @@ void GrpcLink::beat() {
   if (stream == nullptr) return;
   if (!stream->beat(SystemClock::instance().now_ns(), options_.heartbeat_ns, options_.dead_after_ns)) return;
   dispatcher_->post([this, stream] {
-    broken_ = member_gone(hub_, fmt::format("its hub did not answer for {} ms", options_.dead_after_ns / kNanosPerMilli));
+    broken_ = member_gone(
+        hub_, fmt::format("its hub did not answer for {} ms", options_.dead_after_ns / kNanosPerMilli));
     stream->abort();
   });
 }
@@ -447,11 +465,14 @@ void GrpcLink::take(const StreamPtr& stream, v1::Frame frame) {
       sink_.on_control(*from, incarnation, std::move(body).value());
       return;
     }
-    case v1::Frame::kGoodbye: farewell_ = frame.goodbye().reason(); return;
+    case v1::Frame::kGoodbye:
+      farewell_ = frame.goodbye().reason();
+      return;
     case v1::Frame::kHello:
     case v1::Frame::kHeartbeat:
     case v1::Frame::kPart:
-    case v1::Frame::KIND_NOT_SET: break;
+    case v1::Frame::KIND_NOT_SET:
+      break;
   }
   broken_ = Status(StatusCode::kDataLoss, "the hub sent a frame that makes no sense",
                    {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .peer = to_string(kSender)});
@@ -502,7 +523,8 @@ void GrpcLink::ended(const StreamPtr& stream) {
   if (!stream->is_welcomed()) return;
   Status why = broken_;
   if (why.ok() && !farewell_.empty()) why = member_gone(hub_, farewell_, Reason::kShutdown);
-  if (why.ok()) why = member_gone(hub_, fmt::format("its control link broke: {}", stream->final_status().message()));
+  if (why.ok())
+    why = member_gone(hub_, fmt::format("its control link broke: {}", stream->final_status().message()));
   {
     MutexLock lock(mutex_);
     down_ = why;
@@ -514,8 +536,10 @@ void GrpcLink::ended(const StreamPtr& stream) {
 
 Result<std::unique_ptr<Control>> connect_grpc_control(const ControlOptions& options, ControlSink& sink) {
   prepare_grpc();
-  if (options.token == 0 || options.incarnation == 0 || options.heartbeat_ns <= 0 || options.dead_after_ns <= 0) {
-    return Status(StatusCode::kInvalidArgument, "a control link needs a token, an incarnation, and times above 0",
+  if (options.token == 0 || options.incarnation == 0 || options.heartbeat_ns <= 0 ||
+      options.dead_after_ns <= 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  "a control link needs a token, an incarnation, and times above 0",
                   {.reason = Reason::kBadArgument});
   }
   auto link = std::make_unique<GrpcLink>(options, sink);

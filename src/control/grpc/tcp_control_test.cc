@@ -54,7 +54,8 @@ class Counter final : public ControlSink {
   std::vector<std::string> events_ SHARDPULL_GUARDED_BY(mutex_);
 };
 
-// A socket that is bound to a free port of `host`, and thereby keeps others from taking it until it is closed.
+// A socket that is bound to a free port of `host`, and thereby keeps others from taking it until it is
+// closed.
 struct Reserved {
   UniqueFd fd;
   std::uint16_t port = 0;

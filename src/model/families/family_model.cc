@@ -106,7 +106,8 @@ Status FamilyModel::unknown_names(const std::vector<std::string>& unknown,
     if (dot == std::string_view::npos) return nullptr;
     const std::string* found = nullptr;
     for (const auto& [known, source] : sources) {
-      if (std::string_view(known).ends_with(name.substr(dot)) && (found == nullptr || known < *found)) found = &known;
+      if (std::string_view(known).ends_with(name.substr(dot)) && (found == nullptr || known < *found))
+        found = &known;
     }
     return found;
   };
@@ -139,12 +140,13 @@ Status FamilyModel::unknown_names(const std::vector<std::string>& unknown,
       missing.push_back(known);
   }
   std::sort(missing.begin(), missing.end());
-  return refused(std::to_string(unknown.size()) + " name(s) that this architecture does not have: " +
-                     describe_list(lines) +
-                     (missing.empty() ? std::string()
-                                      : "; " + std::to_string(missing.size()) +
-                                            " name(s) that it needs are not given: " + describe_list(missing)),
-                 Reason::kBakeFailed, unknown.front());
+  return refused(
+      std::to_string(unknown.size()) +
+          " name(s) that this architecture does not have: " + describe_list(lines) +
+          (missing.empty() ? std::string()
+                           : "; " + std::to_string(missing.size()) +
+                                 " name(s) that it needs are not given: " + describe_list(missing)),
+      Reason::kBakeFailed, unknown.front());
 }
 
 Status FamilyModel::check_fused(const std::function<bool(std::string_view)>& given) const {
