@@ -1,4 +1,4 @@
-// Files as this room reads and writes them. Private.
+// Files as this room and the commands read and write them.
 #pragma once
 
 #include <cstddef>

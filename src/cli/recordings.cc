@@ -1,18 +1,18 @@
 #include "cli/recordings.h"
 
 #include <filesystem>
-#include <fstream>
 #include <system_error>
 
 #include <fmt/format.h>
 
 #include "base/status_macros.h"
+#include "checkpoint/posix_file.h"
 #include "shardpull/recording.h"
 
 namespace shardpull::cli {
 namespace {
 
-constexpr std::streamoff kMaxFileBytes = std::streamoff{1} << 30;
+constexpr std::uint64_t kMaxFileBytes = std::uint64_t{1} << 30;
 
 Status refused(std::string message) {
   return Status(StatusCode::kInvalidArgument, std::move(message), {.reason = Reason::kBadArgument});
@@ -21,17 +21,6 @@ Status refused(std::string message) {
 InferenceLayout replica_of(InferenceLayout layout) {
   layout.replicas = 1;
   return layout;
-}
-
-Result<std::string> read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  const std::streamoff size = file ? std::streamoff{file.tellg()} : -1;
-  if (size < 0) return refused(fmt::format("--recording: {} cannot be read", path));
-  if (size > kMaxFileBytes) return refused(fmt::format("--recording: {} is larger than 1 GiB", path));
-  std::string text(static_cast<std::size_t>(size), '\0');
-  file.seekg(0);
-  if (!file.read(text.data(), size)) return refused(fmt::format("--recording: {} cannot be read", path));
-  return text;
 }
 
 }  // namespace
@@ -61,8 +50,9 @@ Result<std::vector<std::string>> recording_files(const std::vector<std::string>&
 
 Result<Recording> load_recording(const std::string& file, const ModelInput& model,
                                  const InferenceLayout& layout, std::uint32_t worker) {
-  SHARDPULL_ASSIGN_OR_RETURN(const std::string text, read_text(file));
-  SHARDPULL_ASSIGN_OR_RETURN(RecordingFile read, read_recording(text, model.metadata, file));
+  const auto text = read_text_file(file, kMaxFileBytes);
+  if (!text.ok()) return text.status().with_context("--recording");
+  SHARDPULL_ASSIGN_OR_RETURN(RecordingFile read, read_recording(*text, model.metadata, file));
   const RecordingHeader& header = read.header;
   if (header.architecture != model.config.architecture()) {
     return refused(fmt::format("{}: a recording of architecture {}, {} has {}", file, header.architecture,
@@ -87,21 +77,14 @@ Status save_recording(const std::string& file, const Recording& recording, const
                                .layout = to_string(replica_of(layout)),
                                .worker = worker};
   SHARDPULL_ASSIGN_OR_RETURN(const std::string text, write_recording(recording, model.metadata, header));
-  const std::string partial = file + ".partial";
+  // What a link leads to is replaced, not the link; a device or a pipe is neither a recording nor ours to replace.
   std::error_code error;
-  {
-    std::ofstream out(partial, std::ios::binary | std::ios::trunc);
-    out.write(text.data(), static_cast<std::streamsize>(text.size()));
-    out.close();
-    if (!out) error = std::make_error_code(std::errc::io_error);
+  const std::filesystem::path path = std::filesystem::weakly_canonical(file, error);
+  const auto kind = std::filesystem::status(path, error).type();
+  if (kind != std::filesystem::file_type::not_found && kind != std::filesystem::file_type::regular) {
+    return refused(fmt::format("--save-recording: {} is not a regular file", file));
   }
-  if (!error) std::filesystem::rename(partial, file, error);
-  if (!error) return {};
-  std::error_code ignored;
-  std::filesystem::remove(partial, ignored);
-  return Status(StatusCode::kInternal,
-                fmt::format("--save-recording: cannot write {}: {}", file, error.message()),
-                {.reason = Reason::kHost, .fault = Fault::kHost});
+  return write_text_file(path, text).with_context("--save-recording");
 }
 
 }  // namespace shardpull::cli

@@ -1,36 +1,18 @@
 #include "cli/trainer_side.h"
 
 #include <algorithm>
-#include <fstream>
-#include <iterator>
 #include <set>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include "base/status_macros.h"
+#include "checkpoint/posix_file.h"
 
 namespace shardpull::cli {
 namespace {
 
-constexpr std::streamsize kMaxFileBytes = std::streamsize{1} << 30;
-
-Result<std::string> read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  const auto failed = [&](std::string_view why) {
-    return Status(StatusCode::kInvalidArgument, fmt::format("--trainer-layout: {}: {}", path, why),
-                  {.reason = Reason::kBadArgument});
-  };
-  if (!file) return failed("cannot be read");
-  file.seekg(0, std::ios::end);
-  const std::streamoff size = file.tellg();
-  if (size < 0) return failed("is no regular file");
-  if (size > kMaxFileBytes) return failed("is larger than 1 GiB");
-  file.seekg(0);
-  std::string text(static_cast<std::size_t>(size), '\0');
-  if (!file.read(text.data(), size)) return failed("cannot be read");
-  return text;
-}
+constexpr std::uint64_t kMaxFileBytes = std::uint64_t{16} << 20;  // docs/FORMATS.md, "Layout file"
 
 // Every name whole of which a rank has a part.
 HeldByRank gathered(const HeldByRank& kept) {
@@ -71,8 +53,9 @@ Result<TrainerHoldings> trainer_holdings(const ModelInput& model, const TrainerS
     SHARDPULL_ASSIGN_OR_RETURN(out.kept,
                                holdings_of(model.metadata, model.config.tie_word_embeddings, side.layout));
   } else {
-    SHARDPULL_ASSIGN_OR_RETURN(const std::string text, read_text(side.file));
-    SHARDPULL_ASSIGN_OR_RETURN(out.kept, read_layout(text, model.metadata, side.file));
+    const auto text = read_text_file(side.file, kMaxFileBytes);
+    if (!text.ok()) return text.status().with_context("--trainer-layout");
+    SHARDPULL_ASSIGN_OR_RETURN(out.kept, read_layout(*text, model.metadata, side.file));
   }
   const bool pieces = std::any_of(out.kept.begin(), out.kept.end(),
                                   [](const HeldByRank& held) { return !held.pieces.empty(); });

@@ -142,7 +142,8 @@ Result<Verdict> verify(const ModelInput& input, const ModelFactory& build, const
 void poison(Model& model, const Recording& recording, const std::vector<std::uint32_t>& names) {
   std::set<std::string_view> fed;
   for (const Scatter& scatter : recording.scatters) {
-    if (!std::binary_search(names.begin(), names.end(), scatter.name)) continue;
+    // A module that takes no bytes, fills only, is not touched by a sync of some names.
+    if (scatter.slice.numel() == 0 || !std::binary_search(names.begin(), names.end(), scatter.name)) continue;
     fed.insert(recording.modules[recording.parameters[scatter.destination.parameter].module].name);
   }
   for (const auto& module : model.modules()) {

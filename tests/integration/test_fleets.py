@@ -66,10 +66,16 @@ class Fleets(FleetTest):
                 self.assertEqual(again["bytes_moved"], part["bytes_moved"])
                 self.assertEqual(report["settings"]["names"], ["model.layers.1.*"])
 
+    def test_modules_of_fills_alone_are_left_by_a_sync_of_some_names(self):
+        """A vocabulary whose last worker has padding rows only."""
+        model = self.generate("qwen3-8b:tiny", "--vocab", 65)
+        self.sync(model, "--inference", "tp=4", "--names", "*", syncs=3)
+
     def test_part_of_a_fused_module_is_refused(self):
         model = self.generate("qwen3-8b:tiny")
         outcome = self.run_command("sync", "--model", model, "--inference", "tp=2", "--syncs", 2, "--names", "*.q_proj.weight")
         self.assertEqual(outcome.code, 1)
+        self.assertNotIn("sync 1/", outcome.err)  # before anything starts
         for word in ("q_proj.weight", "k_proj.weight", "qkv_proj"):
             self.assertIn(word, outcome.err)
         self.assert_nothing_left()
