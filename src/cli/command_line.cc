@@ -440,6 +440,7 @@ Command parse_command_line(const std::vector<std::string>& words) {
   CLI::Option* const explain =
       plan_app
           ->add_option("--explain", plan.explain, "Who serves this tensor to whom, by which path, and why")
+          ->check(not_empty)
           ->type_name("NAME");
   CLI::Option* const summary =
       plan_app->add_flag("--summary", plan.summary, "Only bytes, chunks and slots per worker");

@@ -467,7 +467,6 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
       recording.unused_reasons.push_back(std::move(reason));
       continue;
     }
-    recording.live.push_back(n);
     bool failed = false;
     for (; feed != recorder.feeds.end() && feed->first == n; ++feed) {
       const std::vector<std::string>& problems = recorder.problems[feed->second];
@@ -476,12 +475,20 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
       unbaked.push_back(name + " -> " + module.name() + " (" + module.type() + ")");
       failed = true;
     }
+    if (!failed && copied[n] && !left[n]) {  // it feeds nothing in the end
+      std::string reason = model.explain_unused(name);
+      if (reason.empty()) {
+        overwritten.push_back(name);
+        if (first_name.empty()) first_name = name;
+      }
+      recording.dead.push_back(n);
+      recording.unused_reasons.push_back(std::move(reason));
+      continue;
+    }
+    recording.live.push_back(n);
     if (failed) {
       recording.unbaked.push_back(n);
       if (options.unbaked == UnbakedPolicy::kStrict && first_name.empty()) first_name = name;
-    } else if (copied[n] && !left[n] && model.explain_unused(name).empty()) {
-      overwritten.push_back(name);
-      if (first_name.empty()) first_name = name;
     }
   }
 

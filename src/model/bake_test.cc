@@ -314,8 +314,7 @@ TEST(Bake, OverlappingCopiesKeepTheLastWord) {
   }
 }
 
-// An earlier copy that is overwritten completely is gone, which its model must explain; its name is live all
-// the same.
+// An earlier copy that is overwritten completely is gone, which its model must explain; its name is dead then.
 TEST(Bake, OverwrittenCopyIsDropped) {
   TableModel model;
   Parameter* const p = must(model.module("m").add_parameter("weight", DType::kF32, {6}));
@@ -326,7 +325,9 @@ TEST(Bake, OverwrittenCopyIsDropped) {
   const Recording r = must(bake(model, metas({"a", "b"}, {6})));
   ASSERT_EQ(r.scatters.size(), 1u);
   EXPECT_EQ(r.scatters[0].name, 1u);
-  EXPECT_EQ(r.live.size(), 2u);
+  EXPECT_EQ(r.live, std::vector<std::uint32_t>{1});
+  EXPECT_EQ(r.dead, std::vector<std::uint32_t>{0});
+  EXPECT_EQ(r.unused_reasons, std::vector<std::string>{"b replaces it"});
 }
 
 // Overlaps that cannot be cut into boxes keep the module from baking.

@@ -504,10 +504,16 @@ class RecordingReader {
   }
 
   Status check_whole() {
+    std::vector<bool> taken(metadata_.size(), false);
+    for (const Scatter& scatter : recording().scatters) taken[scatter.name] = true;
     for (std::uint32_t n = 0; n < metadata_.size(); ++n) {
       if (is_dead_[n]) {
         recording().dead.push_back(n);
         recording().unused_reasons.push_back(std::move(reasons_[n]));
+      } else if (!taken[n]) {
+        return refused(
+            fmt::format("nothing is said of checkpoint tensor {}: it has neither a scatter nor a dead line",
+                        in_quotes(metadata_[n].name)));
       } else {
         recording().live.push_back(n);
       }

@@ -1432,7 +1432,7 @@ Result<std::unique_ptr<Transport>> make_ucx_transport(UcxOptions options) {
       if (ucx->ucp_config_modify(config, name.c_str(), value) != UCS_OK) set(("TCP_" + name).c_str(), value);
     };
     set_tcp("TX_SEG_SIZE", "64k");  // fewer and longer system calls than with 8 KiB
-    // With small buffers each side waits for the other's delayed acknowledgements. Where the kernel gives
+    // With small buffers both sides stall for tens of milliseconds at a time (docs/decisions/0008). Where the kernel gives
     // less, its own adjusting is better than a fixed size.
     if (kernel_allows_socket_buffers(kSocketBufferBytes)) {
       set_tcp("SNDBUF", "4m");
