@@ -219,8 +219,14 @@ class JsonOutput(FleetTest):
         self.assertEqual(sum(producer["bytes"] for producer in plan["producers"]),
                          sum(worker["bytes_planned"] for worker in plan["workers"]))
         again = self.run_command("plan", "--shape", "qwen3-0.6b:tiny", "--trainer", "pp=2", "--inference", "tp=2,pp=2", "--json",
-                                 environment={"LC_ALL": "C.UTF-8"}).json()
+                                 "--link", "10GB/s", environment={"LC_ALL": "C.UTF-8"}).json()
         self.assertEqual(again["digest"], plan["digest"])
+        # Over links nothing is mapped; within a host it is.
+        self.assertGreater(sum(producer["packs"] for producer in plan["producers"]), 0)
+        here = self.run_command("plan", "--shape", "qwen3-0.6b:tiny", "--trainer", "pp=2", "--inference", "tp=2,pp=2",
+                                "--json").json()
+        self.assertEqual(sum(producer["packs"] for producer in here["producers"]), 0)
+        self.assertIsNone(here["prediction"])
 
     def test_inspect(self):
         model = self.generate("qwen3-8b:tiny")
