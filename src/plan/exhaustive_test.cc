@@ -18,6 +18,12 @@ using Boxes = std::vector<Box>;
 
 constexpr std::int64_t kLargest = 6;
 constexpr std::uint32_t kTrainers = 3, kWorkers = 3;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr std::int64_t kLess =
+    3;  // sanitizers see every kind of cut in smaller matrices, and take twenty times as long
+#else
+constexpr std::int64_t kLess = 0;
+#endif
 
 // The two parts of `box` for every straight cut through it.
 std::vector<Boxes> cuts_of(const Box& box) {
@@ -150,12 +156,12 @@ std::size_t check_all(const std::vector<std::uint32_t>& choices, std::int64_t la
 // Each piece is held by one trainer.
 TEST(Exhaustive, every_layout_up_to_six_by_six) {
   EXPECT_EQ(tilings(6, 6).size(), 131u);  // 1, 5 + 5, and 10 + 10 parallel and 100 crossing pairs of cuts
-  EXPECT_GT(check_all({1, 2, 4}, kLargest), 800'000u);
+  EXPECT_GT(check_all({1, 2, 4}, kLargest - kLess), kLess == 0 ? 800'000u : 1'000u);
 }
 
 // Each piece is held by any set of trainers.
 TEST(Exhaustive, every_layout_up_to_three_by_three_with_replicas) {
-  EXPECT_GT(check_all({1, 2, 3, 4, 5, 6, 7}, 3), 100'000u);
+  EXPECT_GT(check_all({1, 2, 3, 4, 5, 6, 7}, kLess == 0 ? 3 : 2), kLess == 0 ? 100'000u : 1'000u);
 }
 
 }  // namespace
