@@ -23,9 +23,11 @@ TEST(HostPort, ReadsWhatItWrites) {
 }
 
 TEST(HostPort, RefusesTheRestNamingTheForm) {
-  for (const std::string text :
-       {"", "host", ":5000", "host:", "host:0", "host:65536", "host:5k", "fd00::7:5000", "[::1]", "[::1]5000",
-        "[::1", "[host]:5000", "a b:5", "host:5\n", std::string(400, 'a').c_str()}) {
+  const std::vector<std::string> texts = {
+      "",           "host",      ":5000",       "host:",    "host:0",
+      "host:65536", "host:5k",   "[host]:5000", "a b:5",    "fd00::7:5000",
+      "[::1]",      "[::1]5000", "[::1",        "host:5\n", std::string(400, 'a')};
+  for (const std::string& text : texts) {
     const auto parsed = parse_host_port(text, "--rendezvous");
     ASSERT_FALSE(parsed.ok()) << text;
     EXPECT_THAT(parsed.status().message(), HasSubstr("--rendezvous")) << text;
