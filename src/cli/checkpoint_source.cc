@@ -12,21 +12,12 @@
 #include "base/status_macros.h"
 #include "base/units.h"
 #include "checkpoint/mutate.h"
+#include "tensor/strided_view.h"
 
 namespace shardpull::cli {
 namespace {
 
 constexpr std::uint64_t kAlignment = 256;  // of each tensor, as allocators of accelerators have it
-
-std::vector<std::int64_t> contiguous(const std::vector<std::int64_t>& shape) {
-  std::vector<std::int64_t> stride(shape.size());
-  std::int64_t step = 1;
-  for (std::size_t d = shape.size(); d-- > 0;) {
-    stride[d] = step;
-    step *= std::max<std::int64_t>(shape[d], 1);
-  }
-  return stride;
-}
 
 Box written_out(const Box& box, const std::vector<std::int64_t>& shape) {
   return box.whole() ? Box{std::vector<std::int64_t>(shape.size(), 0), shape} : box;
@@ -40,7 +31,7 @@ std::uint64_t align_up(std::uint64_t bytes) {
 // together in a row-major tensor of `shape`, in order. The box has elements, and its runs whole bytes.
 template <typename Run>
 Status for_each_run(DType dtype, const std::vector<std::int64_t>& shape, const Box& box, Run run) {
-  const std::vector<std::int64_t> stride = contiguous(shape);
+  const std::vector<std::int64_t> stride = contiguous_strides(shape);
   std::size_t outer = shape.size();  // dims [outer, end) are one run
   std::int64_t elements = 1;
   while (outer > 0 && elements == stride[outer - 1]) {
@@ -90,26 +81,27 @@ class CheckpointSource::Stream final : public GroupStream {
       free_.pop_back();
     }
     const GatherGroup& group = source_.groups_[out.group];
-    auto slab = std::lower_bound(source_.served_.begin(), source_.served_.end(), group.first,
-                                 [](const Slab& one, std::uint32_t name) { return one.name < name; });
+    const std::span<const Slab> slabs = source_.served_of(out.group);
+    auto at = slabs.begin();
     for (std::uint32_t name = group.first; name < group.first + group.count; ++name) {
       const bool listed = listed_.empty() || std::binary_search(listed_.begin(), listed_.end(), name);
       std::uint32_t piece = 0;
-      for (; slab != source_.served_.end() && slab->name == name; ++slab) {
+      for (; at != slabs.end() && at->name == name; ++at) {
+        const Slab& slab = *at;
         NamedView& view = out.tensors.emplace_back(NamedView{.name = name, .piece = piece++, .view = {}});
         if (!listed) continue;
-        std::byte* data = slab->data;
+        std::byte* data = slab.data;
         if (buffer != nullptr) {
           data = buffer;
-          buffer += align_up(slab->bytes);
-          SHARDPULL_RETURN_IF_ERROR(source_.gather(*slab, data));
+          buffer += align_up(slab.bytes);
+          SHARDPULL_RETURN_IF_ERROR(source_.gather(slab, data));
         }
         view.view = TensorView{.data = data,
                                .dtype = source_.model_.metadata[name].dtype,
-                               .shape = slab->box.size,
-                               .stride = contiguous(slab->box.size),
+                               .shape = slab.box.size,
+                               .stride = contiguous_strides(slab.box.size),
                                .storage = data,
-                               .storage_bytes = slab->bytes};
+                               .storage_bytes = slab.bytes};
       }
       if (piece == 0) out.tensors.push_back({.name = name, .piece = 0, .view = std::nullopt});
     }
@@ -117,10 +109,7 @@ class CheckpointSource::Stream final : public GroupStream {
   }
 
   void released(std::uint32_t group) override {
-    const GatherGroup& names = source_.groups_[group];
-    for (const Slab& slab : source_.served_) {
-      if (slab.name >= names.first && slab.name < names.first + names.count) through_ += slab.bytes;
-    }
+    for (const Slab& slab : source_.served_of(group)) through_ += slab.bytes;
     if (const auto at = buffer_of_.find(group); at != buffer_of_.end()) {
       free_.push_back(at->second);
       buffer_of_.erase(at);
@@ -137,6 +126,15 @@ class CheckpointSource::Stream final : public GroupStream {
   std::size_t at_ = 0;
   std::uint64_t through_ = 0;
 };
+
+std::span<const CheckpointSource::Slab> CheckpointSource::served_of(std::uint32_t group) const {
+  const auto from = [&](std::uint32_t name) {
+    return std::lower_bound(served_.begin(), served_.end(), name,
+                            [](const Slab& one, std::uint32_t wanted) { return one.name < wanted; });
+  };
+  const GatherGroup& names = groups_[group];
+  return {from(names.first), from(names.first + names.count)};
+}
 
 Result<std::vector<CheckpointSource::Slab>> CheckpointSource::slabs_of(const HeldByRank& held) const {
   std::vector<Slab> slabs;

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "cli/model_input.h"
@@ -67,6 +68,7 @@ class CheckpointSource final : public WeightSource {
   CheckpointSource(const ModelInput& model, SourceOptions options, Progress progress)
       : model_(model), options_(std::move(options)), progress_(std::move(progress)) {}
   Result<std::vector<Slab>> slabs_of(const HeldByRank& held) const;
+  std::span<const Slab> served_of(std::uint32_t group) const;
   Status allocate(Trainer& trainer);
   Status read(const Slab& slab) const;
   Status gather(const Slab& slab, std::byte* to) const;

@@ -118,6 +118,24 @@ Digest128 FleetPlan::digest() const {
   return {.low = all.low64, .high = all.high64};
 }
 
+FleetPlanOptions plan_options(const FleetArguments& fleet) {
+  const PathPolicy path = fleet.path == PathChoice::kPacked   ? PathPolicy::kPacked
+                          : fleet.path == PathChoice::kMapped ? PathPolicy::kMapped
+                                                              : PathPolicy::kAuto;
+  return {.trainer = fleet.trainer,
+          .inference = fleet.inference,
+          .ring_depth = fleet.ring_depth,
+          .export_pack_limit_bytes = fleet.export_pack_limit_bytes,
+          .plan = {.max_chunk_bytes = fleet.max_chunk_bytes,
+                   .chunk_split = fleet.chunk_split,
+                   .pull_split = fleet.pull_split,
+                   .path = path},
+          .bake = {},
+          .recordings = {},
+          .withheld = {},
+          .names = fleet.names};
+}
+
 Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& options) {
   const SystemClock& clock = SystemClock::instance();
   const std::uint32_t count = workers(options.inference);

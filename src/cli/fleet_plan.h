@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/commands.h"
 #include "cli/layouts.h"
 #include "cli/model_input.h"
 #include "cli/trainer_side.h"
@@ -26,6 +27,9 @@ struct FleetPlanOptions {
   std::vector<std::string> withheld;    // names that no rank holds
   std::vector<std::string> names;       // patterns of syncs of some names, checked against all workers
 };
+
+// What a fleet's arguments say of its plan.
+FleetPlanOptions plan_options(const FleetArguments& fleet);
 
 // Worker w of every replica does the same, so its plan is there once; so is a recording that several workers
 // share.

@@ -123,13 +123,7 @@ FleetFigures figures_of(const FleetPlan& fleet, std::uint32_t lookahead) {
   FleetFigures figures;
   figures.trainers.resize(tables.producers.size());
   for (std::size_t rank = 0; rank < figures.trainers.size(); ++rank) {
-    TrainerFigures& trainer = figures.trainers[rank];
-    for (const std::uint32_t name : fleet.holdings.served[rank].whole)
-      trainer.held_bytes += tensor_bytes_of(tables.metadata[name]);
-    for (const Piece& piece : fleet.holdings.served[rank].pieces) {
-      const auto bytes = bytes_of(tables.metadata[piece.name].dtype, box_numel(piece.box));
-      trainer.held_bytes += bytes.ok() ? *bytes : 0;
-    }
+    figures.trainers[rank].held_bytes = held_bytes(tables.metadata, fleet.holdings.served[rank]);
   }
   for (const auto& owners : group_owners(tables)) {
     for (const std::uint32_t rank : owners) ++figures.trainers[rank].groups;

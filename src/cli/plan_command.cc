@@ -128,25 +128,11 @@ Status plan(const PlanArguments& arguments) {
     SHARDPULL_ASSIGN_OR_RETURN(
         recordings, recording_files(arguments.recordings, arguments.fleet.inference, "--recording"));
   }
-  const PathPolicy path = arguments.fleet.path == PathChoice::kPacked   ? PathPolicy::kPacked
-                          : arguments.fleet.path == PathChoice::kMapped ? PathPolicy::kMapped
-                                                                        : PathPolicy::kAuto;
-  SHARDPULL_ASSIGN_OR_RETURN(
-      const FleetPlan fleet,
-      plan_fleet(model, {.trainer = arguments.fleet.trainer,
-                         .inference = arguments.fleet.inference,
-                         .ring_depth = arguments.fleet.ring_depth,
-                         .export_pack_limit_bytes = arguments.fleet.export_pack_limit_bytes,
-                         .plan = {.max_chunk_bytes = arguments.fleet.max_chunk_bytes,
-                                  .chunk_split = arguments.fleet.chunk_split,
-                                  .pull_split = arguments.fleet.pull_split,
-                                  .path = path,
-                                  // Links are between hosts, where nothing can be mapped.
-                                  .mapping_available = arguments.link == 0},
-                         .bake = {},
-                         .recordings = recordings,
-                         .withheld = arguments.withhold,
-                         .names = arguments.fleet.names}));
+  FleetPlanOptions options = plan_options(arguments.fleet);
+  options.plan.mapping_available = arguments.link == 0;  // links are between hosts, where nothing can be mapped
+  options.recordings = recordings;
+  options.withheld = arguments.withhold;
+  SHARDPULL_ASSIGN_OR_RETURN(const FleetPlan fleet, plan_fleet(model, options));
   if (!arguments.save_recording.empty()) {
     SHARDPULL_ASSIGN_OR_RETURN(
         const std::vector<std::string> files,

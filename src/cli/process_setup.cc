@@ -77,14 +77,9 @@ void become(const std::string& name) {
 }
 
 Result<std::vector<std::uint32_t>> later_names(const FleetArguments& fleet, const ModelInput& model) {
-  std::vector<std::uint32_t> names;
-  if (fleet.names.empty()) return names;
   auto set = names_matching(fleet.names, model.metadata);
   if (!set.ok()) return set.status().with_context("--names");
-  for (std::uint32_t name = 0; name < model.metadata.size(); ++name) {
-    if (listed(*set, name)) names.push_back(name);
-  }
-  return names;
+  return listed_names(*set, model.metadata.size());
 }
 
 std::string describe_layouts(const FleetArguments& fleet) {

@@ -37,18 +37,6 @@
 namespace shardpull::cli {
 namespace {
 
-PathPolicy policy_of(PathChoice path) {
-  switch (path) {
-    case PathChoice::kAuto:
-      return PathPolicy::kAuto;
-    case PathChoice::kPacked:
-      return PathPolicy::kPacked;
-    case PathChoice::kMapped:
-      return PathPolicy::kMapped;
-  }
-  return PathPolicy::kAuto;
-}
-
 std::string_view name_of(PathChoice path) {
   switch (path) {
     case PathChoice::kAuto:
@@ -328,29 +316,14 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
   report.notes = model->notes;
 
   // Whatever is wrong with model, layout or plan shows here, before a process starts.
-  const FleetArguments& fleet = arguments.fleet;
-  auto plan = plan_fleet(*model, {.trainer = fleet.trainer,
-                                  .inference = fleet.inference,
-                                  .ring_depth = fleet.ring_depth,
-                                  .export_pack_limit_bytes = fleet.export_pack_limit_bytes,
-                                  .plan = {.max_chunk_bytes = fleet.max_chunk_bytes,
-                                           .chunk_split = fleet.chunk_split,
-                                           .pull_split = fleet.pull_split,
-                                           .path = policy_of(fleet.path)},
-                                  .bake = {},
-                                  .recordings = recordings,
-                                  .withheld = arguments.withhold,
-                                  .names = fleet.names});
+  FleetPlanOptions options = plan_options(arguments.fleet);
+  options.recordings = recordings;
+  options.withheld = arguments.withhold;
+  auto plan = plan_fleet(*model, options);
   if (!plan.ok()) return failed(plan.status());
   report.publish = plan->holdings.resident ? "resident" : "gather";
   std::uint64_t bytes_per_sync = 0;
-  for (const HeldByRank& served : plan->holdings.served) {
-    for (const std::uint32_t name : served.whole) bytes_per_sync += bytes_of(*model, name);
-    for (const Piece& piece : served.pieces) {
-      const auto bytes = tensor_bytes(model->metadata[piece.name].dtype, piece.box.size);
-      if (bytes.ok()) bytes_per_sync += *bytes;
-    }
-  }
+  for (const HeldByRank& served : plan->holdings.served) bytes_per_sync += held_bytes(model->metadata, served);
 
   const std::filesystem::path fleet_directory = directory->path() / "fleet";
   std::error_code error;

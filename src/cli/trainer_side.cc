@@ -8,6 +8,7 @@
 
 #include "base/status_macros.h"
 #include "checkpoint/posix_file.h"
+#include "checkpoint/safetensors.h"
 
 namespace shardpull::cli {
 namespace {
@@ -44,6 +45,17 @@ Status withhold(const ModelInput& model, const std::vector<std::string>& withhel
 
 std::string to_string(const TrainerSide& side) {
   return side.file.empty() ? to_string(side.layout) : side.file;
+}
+
+std::uint64_t held_bytes(const std::vector<TensorMeta>& metadata, const HeldByRank& held) {
+  std::uint64_t total = 0;
+  const auto add = [&](DType dtype, const std::vector<std::int64_t>& shape) {
+    const auto bytes = tensor_bytes(dtype, shape);
+    if (bytes.ok()) total += *bytes;
+  };
+  for (const std::uint32_t name : held.whole) add(metadata[name].dtype, metadata[name].shape);
+  for (const Piece& piece : held.pieces) add(metadata[piece.name].dtype, piece.box.size);
+  return total;
 }
 
 Result<TrainerHoldings> trainer_holdings(const ModelInput& model, const TrainerSide& side,

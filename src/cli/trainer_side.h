@@ -32,6 +32,9 @@ struct TrainerHoldings {
   std::uint32_t ranks() const { return static_cast<std::uint32_t>(kept.size()); }
 };
 
+// Bytes of what one rank has. The metadata is a checked one.
+std::uint64_t held_bytes(const std::vector<TensorMeta>& metadata, const HeldByRank& held);
+
 // auto: resident when some rank holds a piece of a name, else gather. In gather mode fsdp ranks gather what
 // their group holds together; the ranks of a layout file gather every name of which they hold a part. A
 // withheld name is held by nobody. Refused: what layouts and layout files refuse; a withheld name that the

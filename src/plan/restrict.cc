@@ -120,6 +120,14 @@ bool listed(const NameSet& names, std::uint32_t name) {
   return names.empty() || (name / 8 < names.size() && (names[name / 8] >> (name % 8) & 1) != 0);
 }
 
+std::vector<std::uint32_t> listed_names(const NameSet& names, std::size_t count) {
+  std::vector<std::uint32_t> out;
+  for (std::uint32_t name = 0; !names.empty() && name < count; ++name) {
+    if (listed(names, name)) out.push_back(name);
+  }
+  return out;
+}
+
 Status check_name_set(const NameSet& names, std::size_t count) {
   if (names.empty()) return {};
   if (names.size() != (count + 7) / 8) {

@@ -20,6 +20,8 @@ namespace shardpull {
 // Names as a bitmask over metadata order, lowest bit first, ceil(n/8) bytes; empty: all names.
 using NameSet = std::vector<std::uint8_t>;
 bool listed(const NameSet& names, std::uint32_t name);
+// The listed ones of `count` names, ascending; none for all names, as SyncRequest::names has it.
+std::vector<std::uint32_t> listed_names(const NameSet& names, std::size_t count);
 // Of `count` names. Refused: another length, a bit past the last name, no bit set.
 Status check_name_set(const NameSet& names, std::size_t count);
 // The names that match one of the glob patterns (fnmatch(3) without flags: * also matches dots and slashes).

@@ -850,9 +850,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
   for (const std::uint32_t group : rank.owned_groups) {
     if (wanted[group]) request.groups.push_back(group);
   }
-  for (std::uint32_t name = 0; !open.names.empty() && name < rank.metadata.size(); ++name) {
-    if (listed(open.names, name)) request.names.push_back(name);
-  }
+  request.names = listed_names(open.names, rank.metadata.size());
   auto stream = source->iter_groups(request);
   if (!stream.ok())
     return stream.status().with_context(fmt::format("the weight source of trainer {}", options.rank));
