@@ -110,7 +110,7 @@ std::uint8_t prefix_of(const sockaddr* netmask) {
   std::memcpy(&mask.storage, netmask, mask.length);
   std::uint8_t bits = 0;
   const AddressBytes it = bytes_of(mask);
-  for (std::size_t i = 0; i < it.count; ++i) bits = static_cast<std::uint8_t>(bits + std::popcount(it.bytes[i]));
+  for (const std::uint8_t byte : it.bytes) bits = static_cast<std::uint8_t>(bits + std::popcount(byte));
   return bits;
 }
 

@@ -64,11 +64,11 @@ using SourceToward = std::function<Result<SocketAddress>(const SocketAddress&)>;
 
 // What this process tells its peers as the host it is reached at: a numeric address, never a wildcard.
 // `resolved` is what the rendezvous host means here.
-//   The sender: the rendezvous host itself, which must be an address of this host, and one that is no loopback
-//   where there is a choice. A wildcard stands for the best of rank_addresses.
+//   The sender: the rendezvous host itself, which must be an address of this host, and no loopback one where
+//   there is a choice. A wildcard stands for the best of rank_addresses.
 //   Others: the address from which the rendezvous is reached.
-// With `names` (--interface) it is an address of those interfaces: that one if they have it, else the best they
-// have of the rendezvous' family, else the best they have. A loopback address comes out only where the
+// With `names` (--interface) it is an address of those interfaces: that one if they have it, else the best
+// they have of the rendezvous' family, else the best they have. A loopback address comes out only where the
 // rendezvous host is one, which is right for a fleet on one host alone (loopback_trap).
 Result<std::string> choose_address(const HostPort& rendezvous, const std::vector<SocketAddress>& resolved,
                                    const std::vector<NetworkInterface>& interfaces,
@@ -78,9 +78,9 @@ Result<std::string> choose_address(const HostPort& rendezvous, const std::vector
 Result<std::string> advertised_address(const HostPort& rendezvous, const std::vector<std::string>& names,
                                        bool self_is_sender);
 
-// Why no other host can meet this one at `rendezvous`, or empty: all addresses in `resolved` are loopback
-// ones. Names the host, what it means here (a host's own name is often written beside 127.0.1.1 in /etc/hosts)
-// and an address to give instead.
+// Why no other host can meet this one at `rendezvous`: all addresses in `resolved` are loopback ones. Empty
+// when that is not so. Names the host, what it means here (/etc/hosts often has a host's own name beside
+// 127.0.1.1) and an address to give instead.
 std::string loopback_trap(const HostPort& rendezvous, const std::vector<SocketAddress>& resolved,
                           const std::vector<NetworkInterface>& interfaces);
 

@@ -158,8 +158,8 @@ TEST(Interfaces, NamedOnesMustBeUsable) {
   down.up = false;
   NetworkInterface unplugged = interface("eth2", {{address("10.0.2.1"), 24}});
   unplugged.running = false;
-  const std::vector<NetworkInterface> host = {loopback(), interface("eth0", {{address("10.0.0.1"), 24}}), down,
-                                              unplugged, interface("ib0", {})};
+  const std::vector<NetworkInterface> host = {loopback(), interface("eth0", {{address("10.0.0.1"), 24}}),
+                                              down, unplugged, interface("ib0", {})};
   const std::string all =
       "lo (127.0.0.1, ::1), eth0 (10.0.0.1), eth1 (down), eth2 (not connected), ib0 (no address)";
   const auto message = [&](const std::string& name) {
@@ -185,7 +185,7 @@ TEST(Interfaces, TheSenderTellsTheRendezvousAddress) {
   };
   EXPECT_EQ(told({address("10.0.1.1")}), "10.0.1.1");
   EXPECT_EQ(told({address("fd00::1")}), "fd00::1");
-  EXPECT_EQ(told({address("127.0.1.1"), address("10.0.0.1")}), "10.0.0.1");  // no loopback where it may choose
+  EXPECT_EQ(told({address("127.0.1.1"), address("10.0.0.1")}), "10.0.0.1");  // there is a choice
   EXPECT_EQ(told({address("203.0.113.9"), address("10.0.0.1")}), "10.0.0.1");
   EXPECT_EQ(told({address("127.0.0.1")}), "127.0.0.1");
   EXPECT_EQ(told({address("0.0.0.0")}), "10.0.0.1");
@@ -196,8 +196,8 @@ TEST(Interfaces, TheSenderTellsTheRendezvousAddress) {
   EXPECT_EQ(told({address("127.0.1.1")}, {"lo"}), "127.0.1.1");
   EXPECT_EQ(told({address("10.0.0.1")}, {"mlx5_0:1"}), "10.0.0.1");
   EXPECT_THAT(told({address("10.0.0.1")}, {"lo"}), HasSubstr("no address that another host reaches"));
-  EXPECT_THAT(told({address("203.0.113.9")}),
-              AllOf(HasSubstr("node7 (203.0.113.9) is no address of this host"), HasSubstr("eth1 (10.0.1.1)")));
+  EXPECT_THAT(told({address("203.0.113.9")}), AllOf(HasSubstr("node7 (203.0.113.9) is no address of this"),
+                                                    HasSubstr("eth1 (10.0.1.1)")));
 }
 
 TEST(Interfaces, OthersTellTheAddressTowardTheRendezvous) {
@@ -220,10 +220,8 @@ TEST(Interfaces, OthersTellTheAddressTowardTheRendezvous) {
     if (target.family() == AF_INET) return address("10.0.0.2");
     return Status(StatusCode::kUnavailable, "no way");
   };
-  EXPECT_EQ(chosen(choose_address({"node7", 5000},
-                                  {address("127.0.1.1"), address("2001:db8::1"), address("10.0.0.1")}, host, {},
-                                  false, only_v4)),
-            "10.0.0.2");
+  const std::vector<SocketAddress> three = {address("127.0.1.1"), address("2001:db8::1"), address("10.0.0.1")};
+  EXPECT_EQ(chosen(choose_address({"node7", 5000}, three, host, {}, false, only_v4)), "10.0.0.2");
 }
 
 TEST(Interfaces, Case123LoopbackIsToldToNobodyElse) {
