@@ -3,15 +3,36 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "shardpull/status.h"
 
 namespace shardpull {
 
-// How a process joins its fleet. The directory is owner-only (0700) and holds the fleet's sockets; the
-// sender's hub is `directory`/hub.sock. All processes of a fleet give the same directory and token.
+// What carries the bytes; the same for all processes of a fleet.
+enum class TransportKind : std::uint8_t {
+  kAuto,  // kTcp with a rendezvous, else kShm
+  kShm,   // one host: shared memory
+  kCma,   // one host: reads across processes, of any memory
+  kTcp,   // between hosts: UCX over TCP
+  kUcx,   // between hosts: UCX over the fastest network it finds
+};
+std::string_view to_string(TransportKind transport);  // "auto", "shm", "cma", "tcp", "ucx"
+
+// Which weight bytes are summed (XXH3-64 of each key, where it leaves the trainer's tensors) and compared before
+// they are used; the same for all processes of a fleet.
+enum class Integrity : std::uint8_t {
+  kOff,
+  kWire,  // what crosses a transport other than shared memory
+  kFull,  // everything; and that no source writes what it has yielded
+};
+std::string_view to_string(Integrity integrity);  // "off", "wire", "full"
+
+// How a process joins its fleet. All processes of a fleet give the same rendezvous or directory, and token.
 struct FleetOptions {
+  // Owner-only (0700), on this host: holds the sockets of what travels within it, and without a rendezvous the
+  // sender's hub, `directory`/hub.sock. May be empty where neither is needed: a rendezvous, and kTcp or kUcx.
   std::string directory;
   // Random, not 0, one per fleet. Handed down by file, environment (SHARDPULL_TOKEN) or descriptor, never on
   // a command line.
@@ -23,6 +44,17 @@ struct FleetOptions {
   // What the programs on top were given and must all have been given alike, as text for people. A process
   // whose text is another is refused as it joins, with both.
   std::string settings = {};
+  // "HOST:PORT" ("[HOST]:PORT" for IPv6) where the sender listens and the others meet it, from any host. A
+  // name is resolved. Empty: the directory.
+  std::string rendezvous = {};
+  // Lets this process listen where other hosts reach it: neither the token nor the weights are encrypted.
+  // Without it anything but loopback is refused.
+  bool insecure_listen = false;
+  TransportKind transport = TransportKind::kAuto;
+  // kTcp, kUcx: the network interfaces to use, "eth0" or "eth0,eth1"; empty: the one that leads to the
+  // rendezvous.
+  std::string interfaces = {};
+  std::uint32_t ucx_workers = 1;  // kTcp, kUcx: 1..16, streams to each peer, each with a thread of its own
 };
 
 // Reads 16 hexadecimal digits from the environment variable SHARDPULL_TOKEN.

@@ -4,6 +4,7 @@
 #include "shardpull/bake.h"
 #include "shardpull/dtype.h"
 #include "shardpull/fleet.h"
+#include "shardpull/memory.h"
 #include "shardpull/model.h"
 #include "shardpull/slice.h"
 #include "shardpull/source.h"

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "shardpull/fleet.h"
+#include "shardpull/memory.h"
 #include "shardpull/source.h"
 #include "shardpull/status.h"
 
@@ -41,6 +42,9 @@ struct TrainerOptions {
                                           << 20;  // storages up to this size are packed into export buffers
   OnConsumerLoss on_consumer_loss = OnConsumerLoss::kContinue;
   PublishMode publish = PublishMode::kAuto;
+  // kFull also sums every view the source yields, and again when its group is released: a source that writes
+  // what it has yielded fails the sync.
+  Integrity integrity = Integrity::kWire;
   std::string settings = {};  // as FleetOptions::settings, of the ranks alone
 };
 
@@ -51,13 +55,6 @@ struct SendOptions {
   // modules they feed keep their version. Refused: a pattern that matches nothing; a module that is fed by a
   // matching and another name, naming both.
   std::vector<std::string> names;
-};
-
-// Memory peers can map: weights that live in it are served without a copy. Freed when the last owner lets go.
-struct EngineMemory {
-  std::byte* data = nullptr;
-  std::uint64_t bytes = 0;
-  std::shared_ptr<void> owner;
 };
 
 // Thread-compatible; send_weights blocks the calling thread, everything else runs on the engine's own
@@ -71,7 +68,9 @@ class Trainer {
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
-  // Page-aligned, zero-filled, prefaulted memory from the transport's allocator. Thread-safe. After create().
+  // Memory that peers can reach: weights that live in it from the start are served without a copy.
+  // Thread-safe. After create(), which waits for nobody. RESOURCE_EXHAUSTED names `what`, the size and what is
+  // available.
   Result<EngineMemory> allocate(std::uint64_t bytes, const std::string& what = "weights");
 
   // Forms groups, resolves ownership over all ranks (one collective), starts the producer; on the sender,

@@ -15,13 +15,21 @@
 
 #include "shardpull/bake.h"
 #include "shardpull/fleet.h"
+#include "shardpull/memory.h"
 #include "shardpull/model.h"
 #include "shardpull/status.h"
 
 namespace shardpull {
 
-// How bytes travel: kAuto = mapped where the peers' memory can be mapped, else packed.
-enum class PathChoice : std::uint8_t { kAuto, kPacked, kMapped };
+// How bytes travel. kAuto: mapped where peers' memory can be mapped, else as kDirect for what is worth a read
+// of its own. kMapped and kDirect are refused where the fleet's transport does not have them: shm has all
+// three, the others have no kMapped.
+enum class PathChoice : std::uint8_t {
+  kAuto,
+  kPacked,  // the trainer gathers a chunk into a slot, the worker scatters it
+  kMapped,  // the worker copies out of the trainer's memory
+  kDirect,  // what is contiguous on both sides is read straight into the parameter, the rest is packed
+};
 
 struct WorkerOptions {
   FleetOptions fleet;
@@ -40,6 +48,10 @@ struct WorkerOptions {
 // Thread-compatible.
 class Worker {
  public:
+  // Memory for parameters that last (Parameter::bind): what lands in it meets no page fault. Thread-safe.
+  // RESOURCE_EXHAUSTED names `what`, the size and what is available.
+  static Result<EngineMemory> allocate(std::uint64_t bytes, const std::string& what = "parameters");
+
   // Joins the fleet, bakes `model` (which must outlive the worker and be materialised before the first sync;
   // it is materialised here if it is not), plans, reserves at every producer it pulls from. Blocks until
   // done, bounded by connect_timeout_ms without news.

@@ -15,8 +15,12 @@
 #include <CLI/CLI.hpp>
 
 #include "base/identity.h"
+#include "base/interfaces.h"
 #include "base/limits.h"
 #include "base/units.h"
+#include "plan/path.h"
+#include "runtime/hot_transport.h"
+#include "transport/ucx/ucx_transport.h"
 
 namespace shardpull::cli {
 namespace {
@@ -136,8 +140,15 @@ CLI::Option* add_choice(CLI::App& app, const std::string& flag, T& target,
 
 // ---- groups of options ------------------------------------------------------------------------------------
 
-constexpr std::array<std::pair<const char*, PathChoice>, 3> kPaths = {
-    {{"auto", PathChoice::kAuto}, {"packed", PathChoice::kPacked}, {"mapped", PathChoice::kMapped}}};
+constexpr std::array<std::pair<const char*, PathChoice>, 4> kPaths = {{{"auto", PathChoice::kAuto},
+                                                                       {"packed", PathChoice::kPacked},
+                                                                       {"mapped", PathChoice::kMapped},
+                                                                       {"direct", PathChoice::kDirect}}};
+constexpr std::array<std::pair<const char*, TransportKind>, 5> kTransports = {{{"auto", TransportKind::kAuto},
+                                                                               {"shm", TransportKind::kShm},
+                                                                               {"cma", TransportKind::kCma},
+                                                                               {"tcp", TransportKind::kTcp},
+                                                                               {"ucx", TransportKind::kUcx}}};
 
 std::string_view word_of(PathChoice path) {
   for (const auto& [word, value] : kPaths) {
@@ -244,15 +255,14 @@ void add_fleet(CLI::App& app, FleetArguments& fleet) {
               "Ranks that one chunk is pulled from at once, where several hold it")
       ->group(group);
   add_choice(app, "--path", fleet.path, kPaths,
-             "How bytes travel; auto = mapped where peers can map the memory")
+             "How bytes travel; auto = mapped with shm, else direct where that is worth it and packed")
       ->group(group);
-  add_text(
-      app, "--transport", "What carries them; auto = shm, shared memory of one host", "auto|shm",
-      [](const std::string& text) {
-        if (text == "auto" || text == "shm") return;  // there is one
-        throw CLI::ValidationError(fmt::format("--transport: \"{}\" is unknown; expected auto|shm", text));
-      },
-      "auto")
+  add_choice(app, "--transport", fleet.transport, kTransports,
+             "What carries them: shm and cma on one host, tcp and ucx between hosts; auto = shm, or tcp with "
+             "--rendezvous")
+      ->group(group);
+  add_integer(app, "--ucx-workers", fleet.ucx_workers, 1, kMaxUcxWorkers,
+              "Streams to each peer over tcp and ucx, each with a thread of its own")
       ->group(group);
   app.add_option("--names", fleet.names,
                  "The syncs after the first send only the tensors that match this pattern (*, ? and [..]), "
@@ -281,13 +291,28 @@ void add_versions(CLI::App& app, VersionArguments& versions) {
 
 void add_process(CLI::App& app, ProcessArguments& process) {
   app.add_option("--fleet-dir", process.fleet_directory,
-                 "Owner-only directory in which the fleet meets; the same for all")
+                 "Owner-only directory in which the processes of one host meet; the same for all")
       ->type_name("DIR")
-      ->required();
-  app.add_option(
-         "--token-file", process.token_file,
-         "File with the fleet's token, 16 hexadecimal digits; else the environment variable SHARDPULL_TOKEN")
-      ->type_name("FILE");
+      ->check(not_empty);
+  add_text(app, "--rendezvous",
+           "Where trainer 0 listens and the others meet it, from any host; [HOST]:PORT for IPv6. Without a port: "
+           "that of torchrun's MASTER_PORT; without --rendezvous and --fleet-dir: MASTER_ADDR and MASTER_PORT",
+           "HOST:PORT", [&process](const std::string& text) { process.rendezvous = text; });
+  add_text(app, "--interface", "Network interfaces to use, where several lead to the others", "NAME,..",
+           [&process](const std::string& text) {
+             value_or_throw(parse_interface_list(text, "--interface"));
+             process.interfaces = text;
+           });
+  app.add_flag("--insecure-listen", process.insecure_listen,
+               "Listen where other hosts reach this one: neither the token nor the weights are encrypted");
+  CLI::Option* const file =
+      app.add_option("--token-file", process.token_file,
+                     "File with the fleet's token, 16 hexadecimal digits; else the environment variable "
+                     "SHARDPULL_TOKEN")
+          ->type_name("FILE");
+  add_integer(app, "--token-fd", process.token_fd, 0, 1 << 20, "")
+      ->description("An open descriptor to read the token from")
+      ->excludes(file);
 }
 
 void add_launcher_fd(CLI::App& app, int& fd) {
@@ -358,6 +383,51 @@ std::string unexpected(const CLI::App& app, std::string_view word) {
   return text;
 }
 
+// ---- what the command line leaves open --------------------------------------------------------------------
+
+// Decides auto, and refuses what the transport cannot do.
+void decide_transport(FleetArguments& fleet, TransportKind standard) {
+  if (fleet.transport == TransportKind::kAuto) fleet.transport = standard;
+  if (const auto illegal = illegal_pair(fleet.transport, policy_of(fleet.path))) {
+    throw CLI::ValidationError("--path: " + *illegal);
+  }
+}
+
+TransportKind transport_at(const ProcessArguments& process) {
+  return process.rendezvous.empty() ? TransportKind::kShm : TransportKind::kTcp;
+}
+
+void find_fleet(ProcessArguments& process, const Environment& environment) {
+  if (!process.rendezvous.empty()) {
+    process.rendezvous = value_or_throw(complete_rendezvous(process.rendezvous, "--rendezvous"));
+  } else if (process.fleet_directory.empty()) {
+    const auto found = value_or_throw(rendezvous_from(environment));
+    if (!found) {
+      throw CLI::ValidationError(
+          "expected --rendezvous HOST:PORT, or --fleet-dir DIR where all processes run on one host");
+    }
+    process.rendezvous = *found;
+  }
+}
+
+// `size`: of the fleet's side, 0 where it is not known yet.
+void find_rank(const CLI::App& app, const std::string& flag, const Environment& environment, std::uint32_t size,
+               std::uint32_t& rank) {
+  if (app.count(flag) != 0) return;
+  const auto found = value_or_throw(rank_from(environment));
+  if (!found) {
+    throw CLI::ValidationError(
+        fmt::format("{} is required, as neither torchrun (RANK) nor Slurm (SLURM_PROCID) started this process",
+                    flag));
+  }
+  if (size != 0 && found->size && *found->size != size) {
+    throw CLI::ValidationError(fmt::format("{} of the environment tell of {} processes, the layout has {}; give {} "
+                                           "to say which one this is",
+                                           found->source, *found->size, size, flag));
+  }
+  rank = found->rank;
+}
+
 Notice wrong_use(const CLI::App& app, const std::string& message) {
   const std::string command =
       app.get_parent() == nullptr ? app.get_name() : app.get_parent()->get_name() + " " + app.get_name();
@@ -387,6 +457,10 @@ std::vector<std::string> to_flags(const FleetArguments& fleet) {
                                     fmt::format("{}", fleet.pull_split),
                                     "--path",
                                     std::string(word_of(fleet.path)),
+                                    "--transport",
+                                    std::string(to_string(fleet.transport)),
+                                    "--ucx-workers",
+                                    fmt::format("{}", fleet.ucx_workers),
                                     "--connect-timeout",
                                     exact_duration(fleet.connect_timeout_ns),
                                     "--stall-timeout",
@@ -405,7 +479,7 @@ std::vector<std::string> to_flags(const VersionArguments& versions) {
   return flags;
 }
 
-Command parse_command_line(const std::vector<std::string>& words) {
+Command parse_command_line(const std::vector<std::string>& words, const Environment& environment) {
   CLI::App app{"Moves the weights of a training fleet to an inference fleet, each worker only what it keeps.",
                "shardpull"};
   app.set_version_flag("--version", fmt::format("shardpull {}", kSoftwareVersion));
@@ -493,8 +567,7 @@ Command parse_command_line(const std::vector<std::string>& words) {
   CLI::App* const trainer_app =
       app.add_subcommand("trainer", "One trainer rank; rank 0 is the sender and drives the syncs");
   add_integer(*trainer_app, "--rank", trainer.rank, 0, kMaxRanks - 1, "")
-      ->description("This process's rank")
-      ->required();
+      ->description("This process's rank; else that of torchrun (RANK) or Slurm (SLURM_PROCID)");
   trainer_app->add_option("--model", trainer.model, "The checkpoint this fleet trains")
       ->type_name("DIR")
       ->required();
@@ -512,8 +585,7 @@ Command parse_command_line(const std::vector<std::string>& words) {
   WorkerArguments worker;
   CLI::App* const worker_app = app.add_subcommand("worker", "One inference worker");
   add_integer(*worker_app, "--id", worker.id, 0, kMaxRanks - 1, "")
-      ->description("This worker's id over the whole fleet")
-      ->required();
+      ->description("This worker's id over the whole fleet; else as a trainer's --rank, from its own job");
   worker_app
       ->add_option("--model", worker.model, "The checkpoint (its config.json; its tensors with --verify)")
       ->type_name("DIR")
@@ -542,6 +614,8 @@ Command parse_command_line(const std::vector<std::string>& words) {
     if (inspect_app->parsed()) return inspect;
     if (plan_app->parsed()) {
       check_model(*plan_app, plan.model);
+      // Links are between hosts.
+      decide_transport(plan.fleet, plan.link == 0 ? TransportKind::kShm : TransportKind::kTcp);
       return plan;
     }
     if (sync_app->parsed()) {
@@ -550,9 +624,14 @@ Command parse_command_line(const std::vector<std::string>& words) {
         throw CLI::ValidationError("--names: restricts the syncs after the first; give --syncs 2 or more");
       }
       if (sync.model.shape) check_has_bytes(*sync.model.shape);
+      decide_transport(sync.fleet, TransportKind::kShm);
       return sync;
     }
     if (trainer_app->parsed()) {
+      find_fleet(trainer.process, environment);
+      decide_transport(trainer.fleet, transport_at(trainer.process));
+      const TrainerSide& held = trainer.fleet.trainer;
+      find_rank(*trainer_app, "--rank", environment, held.file.empty() ? held.layout.ranks() : 0, trainer.rank);
       const TrainerSide& side = trainer.fleet.trainer;  // a layout file is read later
       if (side.file.empty() && trainer.rank >= side.layout.ranks()) {
         throw CLI::ValidationError(fmt::format("--rank: {} is not below the {} ranks of --trainer {}",
@@ -561,6 +640,9 @@ Command parse_command_line(const std::vector<std::string>& words) {
       return trainer;
     }
     if (worker_app->parsed()) {
+      find_fleet(worker.process, environment);
+      decide_transport(worker.fleet, transport_at(worker.process));
+      find_rank(*worker_app, "--id", environment, workers(worker.fleet.inference), worker.id);
       if (worker.id >= workers(worker.fleet.inference)) {
         throw CLI::ValidationError(fmt::format("--id: {} is not below the {} workers of --inference {}",
                                                worker.id, workers(worker.fleet.inference),
@@ -586,7 +668,8 @@ Command parse_command_line(const std::vector<std::string>& words) {
 }
 
 int run(int argc, const char* const* argv) {
-  const Command command = parse_command_line(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
+  const Command command = parse_command_line(std::vector<std::string>(argv + std::min(argc, 1), argv + argc),
+                                             process_environment());
   struct Runner {
     int operator()(const Notice& notice) const {
       std::fputs(notice.text.c_str(), notice.exit_code == kExitDone ? stdout : stderr);

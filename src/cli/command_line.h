@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/environment.h"
 
 namespace shardpull::cli {
 
@@ -20,8 +21,8 @@ using Command = std::variant<Notice, GenerateArguments, InspectArguments, PlanAr
                              TrainerArguments, WorkerArguments>;
 
 // Parses what follows the program's name. Never fails otherwise than by a Notice, which names the flag and
-// the accepted form.
-Command parse_command_line(const std::vector<std::string>& words);
+// the accepted form. `environment` says what trainer and worker processes were not given (cli/environment.h).
+Command parse_command_line(const std::vector<std::string>& words, const Environment& environment);
 
 // The flags that give another process the same fleet settings; parse_command_line reads them back.
 std::vector<std::string> to_flags(const FleetArguments& fleet);

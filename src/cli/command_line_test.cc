@@ -1,5 +1,7 @@
 #include "cli/command_line.h"
 
+#include <map>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,15 +10,24 @@ namespace {
 
 using ::testing::HasSubstr;
 
+using Variables = std::map<std::string, std::string>;
+
+Command parse(const std::vector<std::string>& words, const Variables& variables) {
+  return parse_command_line(words, [&](const char* name) {
+    const auto found = variables.find(name);
+    return found == variables.end() ? std::optional<std::string>() : found->second;
+  });
+}
+
 template <typename T>
-T parsed(const std::vector<std::string>& words) {
-  Command command = parse_command_line(words);
+T parsed(const std::vector<std::string>& words, const Variables& variables = {}) {
+  Command command = parse(words, variables);
   if (const auto* notice = std::get_if<Notice>(&command)) ADD_FAILURE() << notice->text;
   return std::holds_alternative<T>(command) ? std::get<T>(std::move(command)) : T();
 }
 
-Notice notice(const std::vector<std::string>& words) {
-  const Command command = parse_command_line(words);
+Notice notice(const std::vector<std::string>& words, const Variables& variables = {}) {
+  const Command command = parse(words, variables);
   const auto* found = std::get_if<Notice>(&command);
   if (found == nullptr) ADD_FAILURE() << "not refused";
   return found != nullptr ? *found : Notice{};
@@ -39,7 +50,9 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   fleet.ring_depth = 7;
   fleet.max_chunk_bytes = (3ull << 20) + 1;
   fleet.export_pack_limit_bytes = 0;
-  fleet.path = PathChoice::kMapped;
+  fleet.path = PathChoice::kDirect;
+  fleet.transport = TransportKind::kCma;
+  fleet.ucx_workers = 3;
   fleet.connect_timeout_ns = 1'500'000'000;
   fleet.stall_timeout_ns = 2'000'001'000;
   VersionArguments versions;
@@ -57,7 +70,9 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   EXPECT_EQ(to_flags(read.fleet), to_flags(fleet));
   EXPECT_EQ(read.fleet.max_chunk_bytes, fleet.max_chunk_bytes);
   EXPECT_EQ(read.fleet.export_pack_limit_bytes, 0u);
-  EXPECT_EQ(read.fleet.path, PathChoice::kMapped);
+  EXPECT_EQ(read.fleet.path, PathChoice::kDirect);
+  EXPECT_EQ(read.fleet.transport, TransportKind::kCma);
+  EXPECT_EQ(read.fleet.ucx_workers, 3u);
   EXPECT_EQ(read.fleet.chunk_split, 3u);
   EXPECT_EQ(read.fleet.pull_split, 5u);
   EXPECT_EQ(read.fleet.names, fleet.names);
@@ -65,6 +80,60 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   EXPECT_EQ(read.fleet.stall_timeout_ns, fleet.stall_timeout_ns);
   EXPECT_EQ(to_flags(read.versions), to_flags(versions));
   EXPECT_EQ(read.rank, 2u);
+}
+
+TEST(CommandLine, TransportFollowsTheRendezvous) {
+  const std::vector<std::string> worker = {"worker", "--id", "0", "--model", "m"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), worker.begin(), worker.end());
+    return more;
+  };
+  EXPECT_EQ(parsed<WorkerArguments>(with({"--fleet-dir", "d"})).fleet.transport, TransportKind::kShm);
+  const auto far = parsed<WorkerArguments>(with({"--rendezvous", "::1"}));
+  EXPECT_EQ(far.fleet.transport, TransportKind::kTcp);
+  EXPECT_EQ(far.process.rendezvous, "[::1]:29610");
+  EXPECT_EQ(parsed<WorkerArguments>(with({"--rendezvous", "a:1", "--transport", "ucx"})).fleet.transport,
+            TransportKind::kUcx);
+  EXPECT_THAT(notice(with({})).text, HasSubstr("expected --rendezvous HOST:PORT, or --fleet-dir DIR"));
+  EXPECT_THAT(notice(with({"--rendezvous", "[::1"})).text, HasSubstr("--rendezvous"));
+  EXPECT_EQ(notice(with({"--fleet-dir", ""})).exit_code, kExitUsage);
+}
+
+TEST(CommandLine, IllegalPairsOfTransportAndPathAreNamed) {
+  for (const char* const transport : {"cma", "tcp", "ucx"}) {
+    const Notice refused =
+        notice({"sync", "--shape", "qwen3-8b:tiny", "--transport", transport, "--path", "mapped"});
+    EXPECT_EQ(refused.exit_code, kExitUsage);
+    EXPECT_THAT(refused.text, HasSubstr(std::string("path mapped with transport ") + transport));
+    for (const char* const path : {"auto", "packed", "direct"})
+      parsed<SyncArguments>({"sync", "--shape", "qwen3-8b:tiny", "--transport", transport, "--path", path});
+  }
+  for (const char* const path : {"auto", "packed", "mapped", "direct"})
+    parsed<SyncArguments>({"sync", "--shape", "qwen3-8b:tiny", "--transport", "shm", "--path", path});
+  EXPECT_EQ(notice({"plan", "--shape", "qwen3-8b:tiny", "--link", "1GB/s", "--path", "mapped"}).exit_code,
+            kExitUsage);
+}
+
+TEST(CommandLine, TorchrunAndSlurmSayWhichProcessThisIs) {
+  const std::vector<std::string> trainer = {"trainer", "--trainer", "pp=2", "--model", "m"};
+  const Variables torchrun = {
+      {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "29500"}};
+  const auto by_torchrun = parsed<TrainerArguments>(trainer, torchrun);
+  EXPECT_EQ(by_torchrun.rank, 1u);
+  EXPECT_EQ(by_torchrun.process.rendezvous, "node7:29501");
+  const Variables slurm = {{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_JOB_NODELIST", "gpu[4-5]"}};
+  EXPECT_EQ(parsed<TrainerArguments>(trainer, slurm).process.rendezvous, "gpu4:29610");
+  EXPECT_THAT(notice({"trainer", "--model", "m", "--fleet-dir", "d"}).text, HasSubstr("--rank is required"));
+  // A job of another size than the layout.
+  EXPECT_THAT(notice({"trainer", "--trainer", "pp=3", "--model", "m"}, torchrun).text,
+              HasSubstr("RANK and WORLD_SIZE"));
+  // What the command line says comes first.
+  std::vector<std::string> words = trainer;
+  for (const char* const word : {"--rank", "0", "--rendezvous", "here:7"}) words.emplace_back(word);
+  const auto given = parsed<TrainerArguments>(words, torchrun);
+  EXPECT_EQ(given.rank, 0u);
+  EXPECT_EQ(given.process.rendezvous, "here:7");
+  EXPECT_EQ(parsed<WorkerArguments>({"worker", "--inference", "tp=2", "--model", "m"}, torchrun).id, 1u);
 }
 
 TEST(CommandLine, LayoutFileReplacesTheWords) {
@@ -159,7 +228,8 @@ TEST(CommandLine, RefusalsNameTheFlagAndTheAcceptedForm) {
   EXPECT_THAT(with("--syncs", "2.5").text, HasSubstr("--syncs: \"2.5\" is not a whole number"));
   EXPECT_THAT(with("--max-chunk-bytes", "64M").text, HasSubstr("such as 64MiB"));
   EXPECT_THAT(with("--stall-timeout", "1us").text, HasSubstr("below 1ms"));
-  EXPECT_THAT(with("--path", "x").text, HasSubstr("auto|packed|mapped"));
+  EXPECT_THAT(with("--path", "x").text, HasSubstr("auto|packed|mapped|direct"));
+  EXPECT_THAT(with("--transport", "rdma").text, HasSubstr("auto|shm|cma|tcp|ucx"));
   EXPECT_THAT(with("--syncz", "3").text, HasSubstr("did you mean --syncs?"));
   EXPECT_THAT(notice({"sync"}).text, HasSubstr("exactly one of --model DIR and --shape"));
   EXPECT_THAT(notice({"plna"}).text, HasSubstr("did you mean plan?"));

@@ -36,6 +36,9 @@ struct FleetArguments {
   std::uint64_t export_pack_limit_bytes = 64ull << 20;
   std::uint32_t chunk_split = 1, pull_split = 1;
   PathChoice path = PathChoice::kAuto;
+  // kAuto until the command line is read: then tcp with a rendezvous, else shm.
+  TransportKind transport = TransportKind::kAuto;
+  std::uint32_t ucx_workers = 1;
   std::vector<std::string> names;  // glob patterns: what the syncs after the first send; empty: everything
   std::int64_t connect_timeout_ns = 60'000'000'000;
   std::int64_t stall_timeout_ns = 300'000'000'000;
@@ -52,8 +55,12 @@ struct VersionArguments {
 
 // How a process finds its fleet.
 struct ProcessArguments {
-  std::string fleet_directory;
-  std::string token_file;  // empty: the environment variable SHARDPULL_TOKEN
+  std::string fleet_directory;  // may be empty with a rendezvous and a transport between hosts
+  std::string rendezvous;       // "HOST:PORT", or empty
+  std::string interfaces;       // "eth0,eth1", or empty
+  bool insecure_listen = false;
+  std::string token_file;  // empty: the descriptor, else the environment variable SHARDPULL_TOKEN
+  int token_fd = -1;       // an open descriptor to read the token from, or -1
   int launcher_fd = -1;    // a socket of the launcher that started this process; -1: started by hand
 };
 

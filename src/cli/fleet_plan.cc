@@ -15,6 +15,7 @@
 #include "base/status_macros.h"
 #include "cli/recordings.h"
 #include "plan/restrict.h"
+#include "runtime/hot_transport.h"
 
 namespace shardpull::cli {
 
@@ -119,17 +120,15 @@ Digest128 FleetPlan::digest() const {
 }
 
 FleetPlanOptions plan_options(const FleetArguments& fleet) {
-  const PathPolicy path = fleet.path == PathChoice::kPacked   ? PathPolicy::kPacked
-                          : fleet.path == PathChoice::kMapped ? PathPolicy::kMapped
-                                                              : PathPolicy::kAuto;
   return {.trainer = fleet.trainer,
           .inference = fleet.inference,
           .ring_depth = fleet.ring_depth,
           .export_pack_limit_bytes = fleet.export_pack_limit_bytes,
+          .transport = fleet.transport == TransportKind::kAuto ? TransportKind::kShm : fleet.transport,
           .plan = {.max_chunk_bytes = fleet.max_chunk_bytes,
                    .chunk_split = fleet.chunk_split,
                    .pull_split = fleet.pull_split,
-                   .path = path},
+                   .path = policy_of(fleet.path)},
           .bake = {},
           .recordings = {},
           .withheld = {},
@@ -188,6 +187,7 @@ Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& op
   tables.workers_per_replica = per_replica;
   tables.ring_depth = options.ring_depth;
   tables.export_pack_limit = options.export_pack_limit_bytes;
+  tables.transport = options.transport;
   SHARDPULL_RETURN_IF_ERROR(validate(tables));
   fleet.plans.resize(per_replica);
   SHARDPULL_RETURN_IF_ERROR(for_each_in_parallel(per_replica, [&](std::uint32_t consumer) -> Status {

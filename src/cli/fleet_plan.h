@@ -21,6 +21,7 @@ struct FleetPlanOptions {
   InferenceLayout inference;
   std::uint32_t ring_depth = 2;
   std::uint64_t export_pack_limit_bytes = 64ull << 20;
+  TransportKind transport = TransportKind::kShm;
   PlanOptions plan;
   BakeOptions bake;
   std::vector<std::string> recordings;  // files to read instead, by worker of a replica; none: bake

@@ -144,8 +144,11 @@ FleetFigures figures_of(const FleetPlan& fleet, std::uint32_t lookahead) {
       worker.pulls += chunk.runs.size();
       if (chunk.path == Path::kMapped) {
         ++worker.mapped_chunks;
+      } else if (chunk.path == Path::kDirect) {
+        ++worker.direct_chunks;
       } else if (!chunk.keys.empty()) {
-        if (const auto obstacle = why_not_mapped(tables, chunk)) ++figures.packed_because[obstacle->reason];
+        if (const auto obstacle = why_not_reachable(tables, chunk.candidates, chunk.keys))
+          ++figures.packed_because[obstacle->reason];
       }
       for (const Run& run : chunk.runs) {
         for (std::uint32_t k = run.first_key; k < run.first_key + run.key_count; ++k)
@@ -216,14 +219,16 @@ std::string to_text(const FleetPlan& fleet, const FleetFigures& figures, const s
   text += fmt::format("workers    {} = {} replica{} of {}, ring depth {}; {} different recordings\n",
                       fleet.workers(), replicas, replicas == 1 ? "" : "s", fleet.plans.size(),
                       tables.ring_depth, fleet.recordings.size());
-  std::uint64_t chunks = 0, mapped = 0, packed = 0;
+  std::uint64_t chunks = 0, mapped = 0, direct = 0, packed = 0;
   for (const WorkerFigures& worker : figures.workers) {
     chunks += worker.chunks;
     mapped += worker.mapped_chunks;
+    direct += worker.direct_chunks;
   }
   for (const TrainerFigures& trainer : figures.trainers) packed += trainer.packs;
-  text += fmt::format("paths      of {} chunks of a replica {} are mapped, {} pulls are packed\n", chunks,
-                      mapped, packed);
+  text += fmt::format(
+      "paths      over {}: of {} chunks of a replica {} are mapped, {} direct; {} pulls are packed\n",
+      to_string(tables.transport), chunks, mapped, direct, packed);
   std::size_t shown = 0;
   for (const auto& [reason, count] : figures.packed_because) {
     if (++shown > kShownLines) break;
@@ -231,7 +236,10 @@ std::string to_text(const FleetPlan& fleet, const FleetFigures& figures, const s
   }
   if (figures.packed_because.size() > kShownLines)
     text += fmt::format("           ... {} reasons in all\n", figures.packed_because.size());
-  if (packed > 0 && figures.packed_because.empty()) text += "           packed: asked for\n";
+  if (packed > 0 && figures.packed_because.empty()) {
+    text += fmt::format("           packed: asked for, not contiguous on both sides, or below {}\n",
+                        format_bytes(kMinDirectBytes));
+  }
 
   SpreadTable trainers("trainer");
   trainers.add("publishes", figures.trainers, &TrainerFigures::held_bytes, true);

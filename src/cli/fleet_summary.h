@@ -27,7 +27,7 @@ struct TrainerFigures {
 // Of one worker.
 struct WorkerFigures {
   std::uint64_t bytes_kept = 0, bytes_planned = 0;
-  std::uint64_t chunks = 0, mapped_chunks = 0, keys = 0, pulls = 0;
+  std::uint64_t chunks = 0, mapped_chunks = 0, direct_chunks = 0, keys = 0, pulls = 0;
   std::uint64_t largest_chunk_bytes = 0;
   std::uint64_t receive_ring_bytes = 0;
   std::uint64_t groups_not_taken = 0, dead_names = 0, conversions = 0;

@@ -129,7 +129,6 @@ Status plan(const PlanArguments& arguments) {
         recordings, recording_files(arguments.recordings, arguments.fleet.inference, "--recording"));
   }
   FleetPlanOptions options = plan_options(arguments.fleet);
-  options.plan.mapping_available = arguments.link == 0;  // links are between hosts, where nothing can be mapped
   options.recordings = recordings;
   options.withheld = arguments.withhold;
   SHARDPULL_ASSIGN_OR_RETURN(const FleetPlan fleet, plan_fleet(model, options));

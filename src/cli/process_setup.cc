@@ -1,32 +1,29 @@
 #include "cli/process_setup.h"
 
 #include <malloc.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
-#include <iterator>
 
 #include <fmt/format.h>
 
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "base/unique_fd.h"
 #include "plan/restrict.h"
 
 namespace shardpull::cli {
 namespace {
 
-Result<std::uint64_t> read_token(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) {
-    return Status(StatusCode::kNotFound, fmt::format("--token-file: cannot read {}", path),
-                  {.reason = Reason::kBadArgument});
-  }
-  std::string text(64, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  text.resize(static_cast<std::size_t>(file.gcount()));
+// `where`: the flag and what it names, for messages.
+Result<std::uint64_t> parse_token(std::string text, const std::string& where) {
   while (!text.empty() && (text.back() == '\n' || text.back() == '\r' || text.back() == ' ')) text.pop_back();
   std::uint64_t token = 0;
   bool good = text.size() == 16;
@@ -38,15 +35,51 @@ Result<std::uint64_t> read_token(const std::string& path) {
     good = good && digit >= 0;
     token = token * 16 + static_cast<std::uint64_t>(digit < 0 ? 0 : digit);
   }
-  if (!good || token == 0) {
-    return Status(
-        StatusCode::kInvalidArgument,
-        fmt::format(
-            "--token-file: {} does not hold a token; expected 16 hexadecimal digits that are not all 0",
-            path),
-        {.reason = Reason::kBadArgument});
+  if (good && token != 0) return token;
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("{} does not hold a token; expected 16 hexadecimal digits that are not all 0", where),
+                {.reason = Reason::kBadArgument});
+}
+
+Result<std::uint64_t> read_token_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    return Status(StatusCode::kNotFound, fmt::format("--token-file: cannot read {}", path),
+                  {.reason = Reason::kBadArgument});
   }
-  return token;
+  std::string text(64, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  return parse_token(std::move(text), "--token-file: " + path);
+}
+
+// Reads to the end or 64 bytes, and waits at most kTokenPatienceNs for whoever writes it.
+Result<std::uint64_t> read_token_descriptor(int fd) {
+  constexpr std::int64_t kTokenPatienceNs = 10 * kNanosPerSecond;
+  const UniqueFd owner(fd);
+  const std::string where = fmt::format("--token-fd: descriptor {}", fd);
+  const std::int64_t deadline = SystemClock::instance().now_ns() + kTokenPatienceNs;
+  std::string text;
+  char buffer[64];
+  while (text.size() < sizeof buffer) {
+    const std::int64_t left = deadline - SystemClock::instance().now_ns();
+    pollfd waiting{fd, POLLIN, 0};
+    const int ready = left <= 0 ? 0 : poll(&waiting, 1, static_cast<int>(left / kNanosPerMilli) + 1);
+    if (ready == 0) {
+      return Status(StatusCode::kDeadlineExceeded, where + " was neither written nor closed within 10 s",
+                    {.reason = Reason::kBadArgument});
+    }
+    if (ready < 0 && errno == EINTR) continue;
+    const ssize_t got = read(fd, buffer, sizeof buffer - text.size());
+    if (got < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    if (got < 0) {
+      return Status(StatusCode::kNotFound, fmt::format("{} cannot be read: {}", where, std::strerror(errno)),
+                    {.reason = Reason::kBadArgument});
+    }
+    if (got == 0) break;
+    text.append(buffer, static_cast<std::size_t>(got));
+  }
+  return parse_token(std::move(text), where);
 }
 
 }  // namespace
@@ -54,11 +87,18 @@ Result<std::uint64_t> read_token(const std::string& path) {
 Result<FleetOptions> fleet_options(const FleetArguments& fleet, const ProcessArguments& process) {
   FleetOptions options;
   options.directory = process.fleet_directory;
-  if (process.token_file.empty()) {
-    SHARDPULL_ASSIGN_OR_RETURN(options.token, token_from_environment());
+  if (process.token_fd >= 0) {
+    SHARDPULL_ASSIGN_OR_RETURN(options.token, read_token_descriptor(process.token_fd));
+  } else if (!process.token_file.empty()) {
+    SHARDPULL_ASSIGN_OR_RETURN(options.token, read_token_file(process.token_file));
   } else {
-    SHARDPULL_ASSIGN_OR_RETURN(options.token, read_token(process.token_file));
+    SHARDPULL_ASSIGN_OR_RETURN(options.token, token_from_environment());
   }
+  options.rendezvous = process.rendezvous;
+  options.insecure_listen = process.insecure_listen;
+  options.interfaces = process.interfaces;
+  options.transport = fleet.transport;
+  options.ucx_workers = fleet.ucx_workers;
   options.connect_timeout_ms = static_cast<std::uint64_t>(fleet.connect_timeout_ns / kNanosPerMilli);
   options.stall_timeout_ms = static_cast<std::uint64_t>(fleet.stall_timeout_ns / kNanosPerMilli);
   options.settings = describe_layouts(fleet);

@@ -45,6 +45,8 @@ std::string_view name_of(PathChoice path) {
       return "packed";
     case PathChoice::kMapped:
       return "mapped";
+    case PathChoice::kDirect:
+      return "direct";
   }
   return "auto";
 }
@@ -353,6 +355,7 @@ int run_sync(const SyncArguments& arguments) {
   report.trainer = to_string(arguments.fleet.trainer);
   report.inference = to_string(arguments.fleet.inference);
   report.path = name_of(arguments.fleet.path);
+  report.transport = to_string(arguments.fleet.transport);
   report.names = arguments.fleet.names;
   report.chunk_split = arguments.fleet.chunk_split;
   report.pull_split = arguments.fleet.pull_split;

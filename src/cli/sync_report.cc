@@ -332,6 +332,7 @@ std::string to_json_text(const RunReport& report) {
                      {"publish", report.publish},
                      {"names", report.names},
                      {"path", report.path},
+                     {"transport", report.transport},
                      {"ring_depth", report.ring_depth},
                      {"lookahead", report.lookahead},
                      {"max_chunk_bytes", report.max_chunk_bytes},

@@ -25,6 +25,7 @@
 #include "base/limits.h"
 #include "base/status_macros.h"
 #include "plan/boxes.h"
+#include "plan/path.h"
 #include "plan/plan.h"
 #include "plan/plan_errors.h"
 #include "tensor/slice_algebra.h"
@@ -338,6 +339,16 @@ Status read_tables(ByteReader& reader, InitTables& out) {
   SHARDPULL_RETURN_IF_ERROR(reader.u32(out.ring_depth));
   SHARDPULL_RETURN_IF_ERROR(reader.u64(out.presize));
   SHARDPULL_RETURN_IF_ERROR(reader.u64(out.export_pack_limit));
+  std::uint8_t transport = 0;
+  SHARDPULL_RETURN_IF_ERROR(reader.u8(transport));
+  if (transport > static_cast<std::uint8_t>(TransportKind::kUcx))
+    return reader.malformed(fmt::format("unknown transport {}", transport));
+  out.transport = static_cast<TransportKind>(transport);
+  std::uint8_t integrity = 0;
+  SHARDPULL_RETURN_IF_ERROR(reader.u8(integrity));
+  if (integrity > static_cast<std::uint8_t>(Integrity::kFull))
+    return reader.malformed(fmt::format("unknown integrity {}", integrity));
+  out.integrity = static_cast<Integrity>(integrity);
   return reader.end();
 }
 
@@ -532,8 +543,8 @@ Status check_pulls(const std::vector<PullDescription>& pulls, const InitTables& 
         return wrong(fmt::format("trainer {} does not hold owner class {}", producer, pull.owner_class));
       }
     }
-    if (pull.path != Path::kPacked && pull.path != Path::kMapped)
-      return wrong(fmt::format("path {} is not served", to_string(pull.path)));
+    if (pull.path == Path::kMapped && !maps(tables.transport))
+      return wrong(fmt::format("path mapped is not served over {}", to_string(tables.transport)));
     if (pull.keys.empty()) return wrong("no keys");
     std::uint64_t end = 0;
     for (const ChunkKey& key : pull.keys) {
@@ -574,6 +585,8 @@ std::vector<std::byte> encode_tables(const InitTables& tables) {
   writer.u32(tables.ring_depth);
   writer.u64(tables.presize);
   writer.u64(tables.export_pack_limit);
+  writer.u8(static_cast<std::uint8_t>(tables.transport));
+  writer.u8(static_cast<std::uint8_t>(tables.integrity));
   return writer.take();
 }
 

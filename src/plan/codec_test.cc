@@ -230,7 +230,17 @@ TEST(CheckPulls, refuses_what_the_tables_do_not_allow) {
   refused([](auto& p) { p[0].group = 2; }, "group");
   refused([](auto& p) { p[0].owner_class = 99; }, "owner class 99");
   refused([](auto& p) { p[0].owner_class = 2; }, "owner class");
-  refused([](auto& p) { p[0].path = Path::kDirect; }, "direct");
+  {
+    InitTables tables = samples.tables;
+    tables.transport = TransportKind::kTcp;
+    auto pulls = samples.pulls;
+    pulls[0].path = Path::kDirect;
+    EXPECT_TRUE(check_pulls(pulls, tables, 0).ok()) << check_pulls(pulls, tables, 0).message();
+    pulls[0].path = Path::kMapped;
+    const Status status = check_pulls(pulls, tables, 0);
+    ASSERT_FALSE(status.ok());
+    EXPECT_NE(status.message().find("mapped is not served over tcp"), std::string::npos) << status.message();
+  }
   refused([](auto& p) { p[0].keys.clear(); }, "no keys");
   refused([](auto& p) { p[0].keys[0].name = 99; }, "name 99");
   refused([](auto& p) { p[0].keys[0].piece = 1; }, "piece 0");

@@ -89,10 +89,14 @@ std::string publishing_text(const InitTables& tables, const std::vector<std::uin
 
 // Why the chunk takes its path, as far as tables tell.
 std::string path_reason(const InitTables& tables, const Chunk& chunk) {
-  const auto obstacle = why_not_mapped(tables, chunk);
+  const auto obstacle = why_not_reachable(tables, chunk.candidates, chunk.keys);
   if (obstacle) return obstacle->reason;
-  return chunk.path == Path::kMapped ? "every owner's memory can be mapped on this host"
-                                     : "asked for, or the transport cannot map";
+  if (chunk.path == Path::kMapped) return "every owner's memory can be mapped on this host";
+  if (chunk.path == Path::kDirect)
+    return "contiguous in the tensor and in the parameter, and reachable at every owner";
+  return maps(tables.transport) ? "asked for, or read directly where it is contiguous"
+                                : fmt::format("not contiguous on both sides, below {}, or asked for; {} maps nothing",
+                                              format_bytes(kMinDirectBytes), to_string(tables.transport));
 }
 
 // What this worker takes of an owner class, by the producers of its block.
@@ -262,20 +266,22 @@ std::string summarise(const InitTables& tables, const WorkerPlan& plan, const Re
       fmt::format("worker {}, {} of {} in replica {} of {}; {} names in {} gather groups\n", plan.consumer,
                   plan.consumer % workers, workers, plan.consumer / workers, tables.num_consumers / workers,
                   tables.metadata.size(), tables.group_lens.size());
-  std::uint64_t keys = 0, largest = 0, mapped = 0;
+  std::uint64_t keys = 0, largest = 0, mapped = 0, direct = 0;
   std::map<std::uint32_t, std::uint64_t> from;
   for (const Chunk& chunk : plan.chunks) {
     keys += chunk.keys.size();
     largest = std::max(largest, chunk.bytes);
     mapped += chunk.path == Path::kMapped ? 1 : 0;
+    direct += chunk.path == Path::kDirect ? 1 : 0;
     for (const Run& run : chunk.runs) {
       for (std::uint32_t k = run.first_key; k < run.first_key + run.key_count; ++k)
         from[run.producer] += chunk.keys[k].bytes;
     }
   }
-  text += fmt::format("keeps {}, moves {} per sync in {} chunks ({} mapped, the largest {}) of {} keys\n",
-                      format_bytes(plan.bytes_kept), format_bytes(plan.bytes_planned), plan.chunks.size(),
-                      mapped, format_bytes(largest), keys);
+  text += fmt::format(
+      "keeps {}, moves {} per sync in {} chunks ({} mapped, {} direct, the largest {}) of {} keys\n",
+      format_bytes(plan.bytes_kept), format_bytes(plan.bytes_planned), plan.chunks.size(), mapped, direct,
+      format_bytes(largest), keys);
   if (plan.receive_slot_bytes > 0)
     text += fmt::format("receive slots: {} x {}\n", plan.ring_depth, format_bytes(plan.receive_slot_bytes));
   text += fmt::format("takes nothing from {} groups; {} dead names\n\n", plan.pre_free.size(),

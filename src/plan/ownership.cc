@@ -444,6 +444,7 @@ Status validate(const InitTables& tables) {
   };
   SHARDPULL_RETURN_IF_ERROR(check_flags("producer_mappable", tables.producer_mappable));
   SHARDPULL_RETURN_IF_ERROR(check_flags("producer_resident", tables.producer_resident));
+  if (tables.transport == TransportKind::kAuto) return plan_error("transport is auto: it must be decided");
   if (tables.num_consumers == 0 || tables.num_consumers > kMaxRanks) {
     return plan_error(
         fmt::format("num_consumers is {}, it must be 1 to {}", tables.num_consumers, kMaxRanks));

@@ -6,13 +6,61 @@
 #include "plan/boxes.h"
 
 namespace shardpull {
+namespace {
 
-std::optional<MappingObstacle> why_not_mapped(const InitTables& tables, const Chunk& chunk) {
+// Whether the elements of `box` follow one another in a tensor of `shape`: from the first dim longer than 1 on,
+// it spans the others. Such a box is contiguous in every box that holds it.
+bool contiguous_box(const Box& box, const std::vector<std::int64_t>& shape) {
+  if (box.whole()) return true;
+  std::size_t d = 0;
+  while (d < shape.size() && box.size[d] == 1) ++d;
+  for (++d; d < shape.size(); ++d) {
+    if (box.size[d] != shape[d]) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string_view to_string(TransportKind transport) {
+  switch (transport) {
+    case TransportKind::kAuto:
+      return "auto";
+    case TransportKind::kShm:
+      return "shm";
+    case TransportKind::kCma:
+      return "cma";
+    case TransportKind::kTcp:
+      return "tcp";
+    case TransportKind::kUcx:
+      return "ucx";
+  }
+  return "unknown";
+}
+
+bool maps(TransportKind transport) {
+  return transport == TransportKind::kShm;
+}
+
+bool reads_any_memory(TransportKind transport) {
+  return transport == TransportKind::kCma;
+}
+
+std::optional<std::string> illegal_pair(TransportKind transport, PathPolicy policy) {
+  if (policy != PathPolicy::kMapped || maps(transport)) return std::nullopt;
+  return fmt::format("path mapped with transport {}: only shm maps its peers' memory; use auto, direct or packed",
+                     to_string(transport));
+}
+
+std::optional<MappingObstacle> why_not_reachable(const InitTables& tables,
+                                                 const std::vector<std::uint32_t>& owners,
+                                                 std::span<const ChunkKey> keys) {
+  if (reads_any_memory(tables.transport)) return std::nullopt;
   std::optional<std::uint32_t> gatherer;  // the first of the producers whose export buffers it depends on
-  for (const std::uint32_t producer : chunk.candidates) {
+  for (const std::uint32_t producer : owners) {
     if (tables.producer_mappable[producer] != 0) continue;
-    if (tables.producer_resident[producer] != 0 && !chunk.keys.empty()) {
-      const std::uint32_t name = chunk.keys.front().name;
+    if (tables.producer_resident[producer] != 0 && !keys.empty()) {
+      const std::uint32_t name = keys.front().name;
       return MappingObstacle{
           .producer = producer,
           .name = name,
@@ -24,7 +72,7 @@ std::optional<MappingObstacle> why_not_mapped(const InitTables& tables, const Ch
     if (!gatherer) gatherer = producer;
   }
   if (!gatherer) return std::nullopt;
-  for (const ChunkKey& key : chunk.keys) {
+  for (const ChunkKey& key : keys) {
     const TensorMeta& meta = tables.metadata[key.name];
     const auto bytes = bytes_of(meta.dtype, checked_numel(meta.shape).value_or(0));
     if (!bytes.ok() || *bytes <= tables.export_pack_limit) continue;
@@ -37,6 +85,20 @@ std::optional<MappingObstacle> why_not_mapped(const InitTables& tables, const Ch
                         *gatherer, meta.name, format_bytes(*bytes), format_bytes(tables.export_pack_limit))};
   }
   return std::nullopt;
+}
+
+bool contiguous_on_both_sides(const InitTables& tables, std::uint32_t name, std::uint32_t piece,
+                              DType wire_dtype, const Slice& slice, const Destination& destination) {
+  if (destination.dtype != wire_dtype || slice.regions.size() != 1) return false;
+  const std::vector<Dim>& dims = slice.regions.front().dims;  // canonical: neighbours are merged
+  if (dims.size() > 1 || (dims.size() == 1 && dims.front().stride != 1)) return false;
+  if (piece != 0 && !contiguous_box(tables.ownership.pieces[piece - 1].box, tables.metadata[name].shape)) return false;
+  std::int64_t expected = 1;
+  for (std::size_t d = destination.shape.size(); d-- > 0;) {
+    if (destination.shape[d] != 1 && destination.stride[d] != expected) return false;
+    expected *= destination.shape[d];
+  }
+  return expected == slice.numel();
 }
 
 }  // namespace shardpull

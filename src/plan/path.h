@@ -1,22 +1,44 @@
-// Whether the tensors of a chunk can be mapped by its consumer.
+// Which paths a transport has, and which of them a key or a chunk can take.
 #pragma once
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "plan/plan.h"
 
 namespace shardpull {
+
+// A key of fewer bytes is packed where a plan may choose: one read of its own costs more than to gather and
+// to scatter it (docs/ARCHITECTURE.md, "Which path, and why").
+inline constexpr std::uint64_t kMinDirectBytes = 64 << 10;
+
+// Path mapped: the reader can map its peers' memory.
+bool maps(TransportKind transport);
+// Path direct reads memory wherever it lies. Others read what the transport knows: engine memory, export
+// buffers.
+bool reads_any_memory(TransportKind transport);
+// What the transport cannot do that `policy` asks for, and what helps; nothing when it can. `transport` is not
+// kAuto.
+std::optional<std::string> illegal_pair(TransportKind transport, PathPolicy policy);
 
 struct MappingObstacle {
   std::uint32_t producer = 0, name = 0;  // the first candidate that cannot, and for which name
   std::string reason;                    // why, and what helps
 };
 
-// Why not every candidate of `chunk` could serve it mapped, or nothing when all can. Memory that consumers
-// can map is what a producer says it is (InitTables::producer_mappable), and export buffers: a producer that
+// Why peers could not map, or read directly, what `owners` publish of `names`, or nothing when they can. Such
+// memory is what a producer says it is (InitTables::producer_mappable), and export buffers: a producer that
 // gathers copies tensors of up to export_pack_limit bytes there, a resident one copies nothing.
-std::optional<MappingObstacle> why_not_mapped(const InitTables& tables, const Chunk& chunk);
+std::optional<MappingObstacle> why_not_reachable(const InitTables& tables,
+                                                 const std::vector<std::uint32_t>& owners,
+                                                 std::span<const ChunkKey> keys);
+
+// Whether the bytes of a key lie together where `name` (or its piece) is published as planned, and in the
+// parameter, with nothing to convert.
+bool contiguous_on_both_sides(const InitTables& tables, std::uint32_t name, std::uint32_t piece,
+                              DType wire_dtype, const Slice& slice, const Destination& destination);
 
 }  // namespace shardpull

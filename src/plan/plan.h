@@ -16,6 +16,7 @@
 
 #include "shardpull/bake.h"
 #include "shardpull/dtype.h"
+#include "shardpull/fleet.h"
 #include "shardpull/slice.h"
 #include "shardpull/source.h"
 #include "shardpull/status.h"
@@ -115,6 +116,8 @@ struct InitTables {
   std::uint32_t ring_depth = 2;           // K
   std::uint64_t presize = 0;
   std::uint64_t export_pack_limit = 64ull << 20;
+  TransportKind transport = TransportKind::kShm;  // of the hot channel; decides which paths there are
+  Integrity integrity = Integrity::kWire;                 // which paths are summed: plan/integrity.h
   friend bool operator==(const InitTables&, const InitTables&) = default;
 };
 
@@ -166,7 +169,9 @@ std::vector<std::uint32_t> greedy_cut(const std::vector<std::uint64_t>& bytes,
 // -------------------------------------------------------------------------------------------
 
 enum class Path : std::uint8_t { kPacked = 0, kMapped = 1, kDirect = 2 };
-enum class PathPolicy : std::uint8_t { kAuto, kPacked, kMapped };
+// kAuto, kDirect: key by key (plan/path.h). kDirect takes every key that is contiguous on both sides; kAuto maps
+// where the transport can, and elsewhere takes those of them that are worth it.
+enum class PathPolicy : std::uint8_t { kAuto, kPacked, kMapped, kDirect };
 std::string_view to_string(Path path);
 
 enum class LaneKind : std::uint8_t { kRegular = 0, kRecovery = 1 };
@@ -261,12 +266,11 @@ struct PlanOptions {
   std::uint32_t chunk_split = 1;
   std::uint32_t pull_split = 1;
   PathPolicy path = PathPolicy::kAuto;
-  bool mapping_available = true;  // the transport can map peers' memory
   Balance balance = Balance::kBytes;
 };
 
-// Order of the chunks: groups ascending, owner classes ascending within a group, then the cuts by chunk_split
-// and max_chunk_bytes. Within (group, owner class): modules by the first of their names in the group, copies
+// Order of the chunks: groups ascending, owner classes ascending within a group, what is read directly last, then
+// the cuts by chunk_split and max_chunk_bytes. Within (group, owner class): modules by the first of their names in the group, copies
 // of a module as recorded, keys by first use; all scatters of one key are in the chunk of that key.
 //
 // Copies without elements take no part. A baked module that is left with fills or empty copies only is
@@ -274,7 +278,7 @@ struct PlanOptions {
 // chunk without keys.
 //
 // Refused: tables that do not validate, a consumer id out of range, a recording of other metadata, path
-// mapped where the transport or a producer's memory cannot; kUnimplemented: names of policy fallback, and
+// mapped where the transport or a producer's memory cannot (path direct packs what cannot); kUnimplemented: names of policy fallback, and
 // copies which pieces or max_chunk_bytes would cut in a way that no strided window describes. Invariant,
 // checked before it returns: every group is signalled exactly once to every one of its owners, every baked
 // scatter's elements are in exactly one chunk.

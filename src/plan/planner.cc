@@ -325,6 +325,34 @@ class Planner {
       if (fresh) items.push_back({.bytes = part.bytes, .entries = {}});
       items[at->second].entries.push_back(e);
     }
+    const auto direct = std::stable_partition(items.begin(), items.end(), [&](const Item& item) {
+      return !goes_direct(owner_class, item, list);
+    });
+    SHARDPULL_RETURN_IF_ERROR(
+        add_chunks(group, owner_class, list, std::span(items.begin(), direct), Path::kPacked));
+    return add_chunks(group, owner_class, list, std::span(direct, items.end()), Path::kDirect);
+  }
+
+  // Whether a key is read straight into its parameter: it must be possible, and asked for or worth it.
+  bool goes_direct(std::uint32_t owner_class, const Item& item, const List& list) const {
+    if (options_.path == PathPolicy::kPacked || options_.path == PathPolicy::kMapped) return false;
+    if (options_.path == PathPolicy::kAuto && (maps(tables_.transport) || item.bytes < kMinDirectBytes))
+      return false;
+    if (item.entries.size() != 1) return false;
+    const Entry& entry = list[item.entries.front()];
+    if (!contiguous_on_both_sides(tables_, entry.name, entry.part.piece, entry.part.wire_dtype, entry.part.slice,
+                                  entry.part.destination)) {
+      return false;
+    }
+    ChunkKey key;
+    key.name = entry.name;
+    return !why_not_reachable(tables_, owners_of(owner_class), std::span(&key, 1));
+  }
+
+  // Cuts items into chunks. kPacked stands for any path that is not direct: route() decides.
+  Status add_chunks(std::uint32_t group, std::uint32_t owner_class, List& list, std::span<const Item> items,
+                    Path path) {
+    if (items.empty()) return {};
     std::vector<std::uint64_t> sizes;
     sizes.reserve(items.size());
     for (const Item& item : items) sizes.push_back(item.bytes);
@@ -340,13 +368,13 @@ class Planner {
         if (i > first && ((options_.max_chunk_bytes > 0 && end > options_.max_chunk_bytes) ||
                           i - first >= kMaxKeysPerChunk)) {
           SHARDPULL_RETURN_IF_ERROR(
-              add_chunk(group, owner_class, list, std::span(items).subspan(first, i - first)));
+              add_chunk(group, owner_class, list, items.subspan(first, i - first), path));
           first = i;
           end = items[i].bytes;
         }
       }
       SHARDPULL_RETURN_IF_ERROR(
-          add_chunk(group, owner_class, list, std::span(items).subspan(first, cuts[c + 1] - first)));
+          add_chunk(group, owner_class, list, items.subspan(first, cuts[c + 1] - first), path));
     }
     return {};
   }
@@ -357,7 +385,8 @@ class Planner {
     return start ? checked_add(*start, bytes) : std::nullopt;
   }
 
-  Status add_chunk(std::uint32_t group, std::uint32_t owner_class, List& list, std::span<const Item> items) {
+  Status add_chunk(std::uint32_t group, std::uint32_t owner_class, List& list, std::span<const Item> items,
+                   Path path) {
     if (plan_.chunks.size() >= kMaxChunks) {
       return plan_limit_error(
           fmt::format("more than {} chunks; max_chunk_bytes is {}", kMaxChunks, options_.max_chunk_bytes));
@@ -366,6 +395,7 @@ class Planner {
     chunk.chunk_id = static_cast<std::uint32_t>(plan_.chunks.size());
     chunk.group = group;
     chunk.owner_class = owner_class;
+    chunk.path = path;
     std::vector<std::pair<std::uint32_t, std::uint32_t>> uses;  // (position in the list, key)
     for (std::uint32_t k = 0; k < items.size(); ++k) {
       Entry& entry = list[items[k].entries.front()];
@@ -458,13 +488,11 @@ class Planner {
 
   // A chunk is mapped only where each of its candidates could be: a takeover must not change the path.
   Status choose_path(Chunk& chunk) const {
-    chunk.path = Path::kPacked;
-    if (options_.path == PathPolicy::kPacked) return {};
-    if (!options_.mapping_available) {
-      if (options_.path == PathPolicy::kAuto) return {};
-      return plan_error("path mapped: this transport cannot map the memory of peers; use auto or packed");
+    if (chunk.path == Path::kDirect || options_.path == PathPolicy::kPacked ||
+        options_.path == PathPolicy::kDirect || !maps(tables_.transport)) {
+      return {};
     }
-    if (const auto obstacle = why_not_mapped(tables_, chunk)) {
+    if (const auto obstacle = why_not_reachable(tables_, chunk.candidates, chunk.keys)) {
       if (options_.path == PathPolicy::kAuto) return {};
       return plan_error(fmt::format("path mapped: {}; use auto or packed", obstacle->reason),
                         tables_.metadata[obstacle->name].name);
@@ -581,6 +609,7 @@ Result<WorkerPlan> plan_worker(const InitTables& tables, const Recording& record
   }
   if (options.chunk_split == 0) return plan_error("chunk_split is 0, it must be at least 1");
   if (options.pull_split == 0) return plan_error("pull_split is 0, it must be at least 1");
+  if (const auto illegal = illegal_pair(tables.transport, options.path)) return plan_error(*illegal);
   SHARDPULL_RETURN_IF_ERROR(check_recording(tables, recording));
   return Planner(tables, recording, consumer, options).run();
 }

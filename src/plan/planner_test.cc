@@ -519,7 +519,10 @@ TEST(PlanWorker, paths) {
   };
   EXPECT_EQ(paths({}), "mmmm");
   EXPECT_EQ(paths({.path = PathPolicy::kPacked}), "pppp");
-  EXPECT_EQ(paths({.mapping_available = false}), "pppp");
+  tables.transport = TransportKind::kTcp;
+  EXPECT_EQ(paths({}), "pppp");  // every key is below kMinDirectBytes
+  EXPECT_NE(paths({.path = PathPolicy::kDirect}).find('d'), std::string::npos);
+  tables.transport = TransportKind::kShm;
   EXPECT_EQ(must(plan_worker(tables, recording, 0)).receive_slot_bytes, 0u);
 
   // Memory that cannot be mapped: names up to export_pack_limit can, for they are packed into export buffers.
@@ -535,8 +538,14 @@ TEST(PlanWorker, paths) {
   EXPECT_NE(refused.status().message().find("trainer 1"), std::string::npos) << refused.status().message();
   EXPECT_NE(refused.status().message().find("export_pack_limit"), std::string::npos)
       << refused.status().message();
-  EXPECT_FALSE(
-      plan_worker(tables, recording, 0, {.path = PathPolicy::kMapped, .mapping_available = false}).ok());
+  for (const TransportKind transport : {TransportKind::kCma, TransportKind::kTcp, TransportKind::kUcx}) {
+    tables.transport = transport;
+    const auto illegal = plan_worker(tables, recording, 0, {.path = PathPolicy::kMapped});
+    ASSERT_FALSE(illegal.ok());
+    EXPECT_NE(illegal.status().message().find("path mapped with transport " + std::string(to_string(transport))),
+              std::string::npos)
+        << illegal.status().message();
+  }
 }
 
 TEST(PlanWorker, presize_is_a_floor_for_packed_slots) {

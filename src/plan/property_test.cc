@@ -221,8 +221,10 @@ Problem random_problem(std::uint64_t seed) {
   problem.options.chunk_split = static_cast<std::uint32_t>(random.between(1, 3));
   problem.options.pull_split = static_cast<std::uint32_t>(random.between(1, 3));
   problem.options.balance = random.below(3) == 0 ? Balance::kRotation : Balance::kBytes;
-  problem.options.path = random.below(2) == 0 ? PathPolicy::kAuto : PathPolicy::kPacked;
-  problem.options.mapping_available = random.below(2) == 0;
+  const PathPolicy paths[] = {PathPolicy::kAuto, PathPolicy::kPacked, PathPolicy::kDirect};
+  problem.options.path = paths[random.below(3)];
+  const TransportKind transports[] = {TransportKind::kShm, TransportKind::kCma, TransportKind::kTcp};
+  tables.transport = transports[random.below(3)];
   return problem;
 }
 
@@ -332,9 +334,21 @@ void check_chunks(const Problem& problem, const Recording& recording, const Work
       ASSERT_EQ(last == last_chunk_of_module.end() ? 0 : last->second, chunk.chunk_id);
     }
     for (const std::uint32_t group : chunk.signal_groups) ++signalled[group];
-    ASSERT_TRUE(chunk.path == Path::kPacked || problem.options.mapping_available);
-    for (const std::uint32_t candidate : chunk.candidates) {  // what is mapped lies in memory that can be
+    if (chunk.path == Path::kMapped) {
+      ASSERT_EQ(tables.transport, TransportKind::kShm);
+    }
+    if (chunk.path == Path::kDirect) {  // one run of bytes in the source and in the parameter, used once
+      ASSERT_EQ(chunk.scatters.size(), chunk.keys.size());
+      for (const PlannedScatter& scatter : chunk.scatters) {
+        const ChunkKey& key = chunk.keys[scatter.key];
+        ASSERT_EQ(key.slice.regions.size(), 1u);
+        ASSERT_EQ(key.wire_dtype, scatter.destination.dtype);
+      }
+    }
+    // What is mapped or read directly lies in memory that can be.
+    for (const std::uint32_t candidate : chunk.candidates) {
       if (chunk.path == Path::kPacked || tables.producer_mappable[candidate] != 0) continue;
+      if (tables.transport == TransportKind::kCma) continue;
       ASSERT_EQ(tables.producer_resident[candidate], 0);
       for (const ChunkKey& key : chunk.keys) {
         const TensorMeta& meta = tables.metadata[key.name];

@@ -312,7 +312,10 @@ struct ConsumerMachine::State {
       ++scatters;
       for (const std::uint32_t module : plan().chunks[c].materialise) touch(module);
       if (plan().chunks[c].path == Path::kPacked && !plan().chunks[c].runs.empty()) {
-        out.push_back(StartScatter{id_of(c), progress.slot});
+        StartScatter scatter{id_of(c), progress.slot, {}};
+        for (const RunProgress& run : progress.runs)  // they lie in the order of the chunk's keys
+          scatter.sums.insert(scatter.sums.end(), run.ready.sums.begin(), run.ready.sums.end());
+        out.push_back(std::move(scatter));
       } else {
         StartCopy copy{id_of(c), {}};
         for (RunProgress& run : progress.runs) copy.ready.push_back(std::move(run.ready));
@@ -547,6 +550,11 @@ void ConsumerMachine::ready(std::int64_t now_ns, std::uint32_t producer, const P
   if (chunk.path != Path::kPacked && ready.entries.size() != s.course->facts[c].entries[pull.run]) {
     return corrupt(fmt::format("named {} tensors, the plan says {}", ready.entries.size(),
                                s.course->facts[c].entries[pull.run]));
+  }
+  const std::size_t sums = s.config.summed.contains(chunk.path) ? chunk.runs[pull.run].key_count : 0;
+  if (ready.sums.size() != sums) {
+    return corrupt(fmt::format("sent {} sums for {} keys on path {}, the setting integrity asks for {}",
+                               ready.sums.size(), chunk.runs[pull.run].key_count, to_string(chunk.path), sums));
   }
   run->state = RunState::kReady;
   run->ready = std::move(ready);

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <variant>
 #include <vector>
@@ -37,6 +38,7 @@ std::string to_string(const ModuleState& state);  // "current(3)", "mixed(2, 3)"
 struct ConsumerConfig {
   std::shared_ptr<const WorkerPlan> plan;
   std::uint32_t num_modules = 0;  // Recording::modules.size()
+  std::set<Path> summed;          // plan/integrity.h: whose Ready brings one sum per key
   // Bounds what no producer's watchdog sees: a transfer, copy or scatter under way, and signals not confirmed
   // after the last chunk. A pull that waits for its group is covered by the producer's own watchdog, however
   // long others keep it waiting.
@@ -59,15 +61,18 @@ struct StartTransfer {
 // At most K scatters and copies run at once; they may end in any order. Those that depend on one another (a
 // module's later chunks on its first, which materialises and fills) are started in turn.
 //
-// Packed, all runs landed: materialise the chunk's modules, run their fills, scatter the slot. Answer with
+// Packed, all runs landed: materialise the chunk's modules, run their fills, scatter the slot. Where the chunk
+// is summed, no byte of a key whose bytes have another sum may be scattered: that is DATA_LOSS. Answer with
 // scatter_done().
 struct StartScatter {
   std::uint32_t chunk = 0;
   std::uint32_t slot = 0;
+  std::vector<std::uint64_t> sums;  // one per key of the chunk where it is summed, else empty
 };
 // Mapped: materialise, fill and copy straight from the producers' memory. `ready` has one entry per run of
 // the chunk, an empty one for a run without keys. Answer with scatter_done(): the producers' memory is no
-// longer read then. Also used, with no runs, for chunks without keys.
+// longer read then. Also used, with no runs, for chunks without keys. ReadyInfo::sums as StartScatter's, of
+// the run's keys.
 struct StartCopy {
   std::uint32_t chunk = 0;
   std::vector<ReadyInfo> ready;

@@ -5,13 +5,15 @@
 //   signal set over the model's groups, one pull per announced (chunk, run).
 // - Free barrier: Group::signalled is a set over the consumers; `missing` counts the live ones not in it. A
 //   group is freed when it is published, nothing is missing and no pack reads it: maybe_free.
-// - Parked pulls, per consumer and seq: Serve. Mapped pulls wait for their group alone; packed ones meet the
+// - Parked pulls, per consumer and seq: Serve. Pulls of what is read in place wait for their group, and where
+//   they are summed for the Sum of their run, made once for all sharers: serve_in_place. Packed ones meet the
 //   other sharers in a Meeting, and the last to arrive packs: try_pack.
 // - Slots: slot = seq mod K. A slot is written when every live sharer has pulled that seq, which each does
 // only
 //   after its pull K earlier has landed. `readers` are those that were answered and have not shown yet that
 //   they are done (by a later pull of the slot, a signal of the group, a newer sync, leaving).
-// - Packs outlive a failed sync: their tickets are kept apart from it, hold their slot, and delay SyncQuiet.
+// - Packs, and sums, outlive a failed sync: their tickets are kept apart from it, hold their slot, and delay
+//   SyncQuiet.
 // - Names: a sync of some names serves restrict_pulls of what each consumer announced (Consumer::running),
 // kept
 //   for the next sync of the same names. Everything by seq is by that table's seq.
@@ -29,6 +31,7 @@
 
 #include "base/checked.h"
 #include "base/status_macros.h"
+#include "plan/integrity.h"
 #include "protocol/wording.h"
 
 namespace shardpull {
@@ -124,6 +127,12 @@ struct Ring {
   }
 };
 
+// The sums of a run that is read in place: being made, or there.
+struct RunSums {
+  bool made = false;
+  std::vector<std::uint64_t> sums;
+};
+
 struct Group {
   std::vector<std::pair<std::uint32_t, std::uint32_t>>
       held;  // (name, piece) published here, ascending; empty: not owned
@@ -132,14 +141,16 @@ struct Group {
   std::vector<PublishedView> views;  // ascending by (name, piece)
   std::vector<bool> signalled;       // by consumer
   std::uint32_t missing = 0;         // live consumers that have not signalled
-  std::uint32_t packs = 0;           // packs that read it
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> parked_mapped;  // (consumer, seq)
+  std::uint32_t packs = 0;           // packs and sums that read it
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> parked_in_place;  // (consumer, seq)
+  std::map<std::shared_ptr<const PullDescription>, RunSums> sums;        // of what is read in place
   std::vector<std::pair<std::uint32_t, std::uint32_t>> meetings;       // (sharing group, seq)
 };
 
 struct ActivePack {
-  std::uint64_t sync_id = 0, bytes = 0;
-  std::uint32_t sharing_group = 0, slot = 0, seq = 0, group = 0;
+  std::uint64_t sync_id = 0;
+  std::shared_ptr<const PullDescription> pull;
+  std::uint32_t sharing_group = 0, slot = 0;  // kNone: a sum
 };
 
 bool fits(const PublishedView& view) {
@@ -274,13 +285,35 @@ struct ProducerMachine::State {
     return sources;
   }
 
-  ReadyInfo mapped_ready(const PullDescription& pull) const {
+  ReadyInfo in_place_ready(const std::shared_ptr<const PullDescription>& pull) const {
     ReadyInfo ready;
-    ready.path = pull.path;
-    ready.sharing_group = pull.lane.sharing_group;
-    ready.bytes = pull.bytes;
-    for (PublishedView& view : sources_of(pull)) ready.entries.push_back(std::move(view.location));
+    ready.path = pull->path;
+    ready.sharing_group = pull->lane.sharing_group;
+    ready.bytes = pull->bytes;
+    for (PublishedView& view : sources_of(*pull)) ready.entries.push_back(std::move(view.location));
+    const auto sums = groups[pull->group].sums.find(pull);
+    if (sums != groups[pull->group].sums.end()) ready.sums = sums->second.sums;
     return ready;
+  }
+
+  // Answers a parked pull of published tensors that are read in place, or lets it wait for the run's sums.
+  void serve_in_place(std::int64_t now_ns, std::uint32_t consumer, std::uint32_t seq, ProducerActions& out) {
+    const auto& pull = consumers[consumer].running->by_seq[seq];
+    Group& group = groups[pull->group];
+    if (summed(tables, pull->path)) {
+      const auto [sums, fresh] = group.sums.try_emplace(pull);
+      if (fresh) {
+        const std::uint64_t ticket = next_ticket++;
+        ++group.packs;
+        packs.emplace(ticket, ActivePack{sync_id, pull, kNone, kNone});
+        out.push_back(Sum{ticket, pull, sources_of(*pull)});
+      }
+      if (!sums->second.made) {
+        group.parked_in_place.emplace_back(consumer, seq);
+        return;
+      }
+    }
+    answer(now_ns, consumer, seq, in_place_ready(pull), out);
   }
 
   static ReadyInfo packed_ready(const PullDescription& pull, std::uint32_t slot_index, const Slot& slot) {
@@ -319,8 +352,9 @@ struct ProducerMachine::State {
     slot.group = pull->group;
     meeting.ticket = ticket;
     ++group.packs;
-    packs.emplace(ticket, ActivePack{sync_id, pull->bytes, sharing_group, slot_of(seq), seq, pull->group});
-    out.push_back(Pack{ticket, sharing_group, slot_of(seq), pull, sources_of(*pull)});
+    packs.emplace(ticket, ActivePack{sync_id, pull, sharing_group, slot_of(seq)});
+    out.push_back(
+        Pack{ticket, sharing_group, slot_of(seq), pull, sources_of(*pull), summed(tables, pull->path)});
   }
 
   void try_all_packs(std::uint32_t sharing_group, ProducerActions& out) {
@@ -367,7 +401,7 @@ struct ProducerMachine::State {
     group.freed = true;
     --unfreed;
     const Status freed = freed_status(g);
-    for (const auto& [consumer, seq] : std::exchange(group.parked_mapped, {}))
+    for (const auto& [consumer, seq] : std::exchange(group.parked_in_place, {}))
       unpark(consumer, seq, freed, out);
     for (const auto& [sharing_group, seq] : std::exchange(group.meetings, {})) {
       auto& meetings = rings[sharing_group].meetings;
@@ -377,6 +411,7 @@ struct ProducerMachine::State {
       meetings.erase(it);
     }
     group.views.clear();
+    group.sums.clear();
     out.push_back(GroupFreed{sync_id, g});
   }
 
@@ -397,7 +432,8 @@ struct ProducerMachine::State {
     for (Ring& ring : rings) ring.meetings.clear();
     for (Group& group : groups) {
       group.views.clear();
-      group.parked_mapped.clear();
+      group.sums.clear();
+      group.parked_in_place.clear();
       group.meetings.clear();
     }
     out.push_back(SyncFailed{sync_id, why});
@@ -610,7 +646,7 @@ struct ProducerMachine::State {
       stop_reading_all(c);
       for (Group& group : groups) {
         if (group.in_sync && !group.signalled[c]) --group.missing;
-        std::erase_if(group.parked_mapped, [&](const auto& parked) { return parked.first == c; });
+        std::erase_if(group.parked_in_place, [&](const auto& parked) { return parked.first == c; });
       }
       auto& meetings = rings[c % sharing].meetings;
       for (auto it = meetings.begin(); it != meetings.end();) {
@@ -678,7 +714,7 @@ struct ProducerMachine::State {
     for (const std::uint32_t g : fresh) {
       // It will not read what it still waits for. (Packed pulls stay: the other sharers count on the
       // meeting.)
-      std::erase_if(groups[g].parked_mapped, [&](const auto& parked) {
+      std::erase_if(groups[g].parked_in_place, [&](const auto& parked) {
         if (parked.first != consumer) return false;
         unpark(consumer, parked.second,
                peer_error(StatusCode::kCancelled, worker_name(consumer),
@@ -746,8 +782,10 @@ struct ProducerMachine::State {
     }
     if (serve.state == Serve::State::kServed) {
       serve.id = pull;
-      if (known->path != Path::kPacked)
-        return answer(now_ns, pull.consumer, pull.seq, mapped_ready(*known), out);
+      if (known->path != Path::kPacked) {
+        return answer(now_ns, pull.consumer, pull.seq, in_place_ready(consumer.running->by_seq[pull.seq]),
+                      out);
+      }
       const Slot& slot = ring.slots[slot_of(pull.seq)];
       if (slot.sync_id == sync_id && slot.seq == pull.seq) {
         return answer(now_ns, pull.consumer, pull.seq, packed_ready(*known, slot_of(pull.seq), slot), out);
@@ -758,8 +796,8 @@ struct ProducerMachine::State {
 
     serve = Serve{Serve::State::kParked, pull};
     if (known->path != Path::kPacked) {
-      if (group.published) return answer(now_ns, pull.consumer, pull.seq, mapped_ready(*known), out);
-      group.parked_mapped.emplace_back(pull.consumer, pull.seq);
+      if (group.published) return serve_in_place(now_ns, pull.consumer, pull.seq, out);
+      group.parked_in_place.emplace_back(pull.consumer, pull.seq);
       return;
     }
     stop_reading_earlier_syncs(pull.consumer);
@@ -908,7 +946,8 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
   for (Group& group : s.groups) {
     group.in_sync = group.published = group.freed = false;
     group.views.clear();
-    group.parked_mapped.clear();
+    group.sums.clear();
+    group.parked_in_place.clear();
     group.meetings.clear();
     group.packs = 0;
     group.missing = 0;
@@ -1022,10 +1061,8 @@ Status ProducerMachine::publish_group(std::int64_t now_ns, std::uint32_t g, std:
   group.published = true;
   --s.unpublished;
   s.last_progress_ns = now_ns;
-  for (const auto& [consumer, seq] : std::exchange(group.parked_mapped, {})) {
-    const PullDescription& pull = *s.consumers[consumer].running->by_seq[seq];
-    s.answer(now_ns, consumer, seq, s.mapped_ready(pull), out);
-  }
+  for (const auto& [consumer, seq] : std::exchange(group.parked_in_place, {}))
+    s.serve_in_place(now_ns, consumer, seq, out);
   const auto meetings = group.meetings;
   for (const auto& [sharing_group, seq] : meetings) s.try_pack(sharing_group, seq, out);
   s.maybe_free(g, out);
@@ -1199,40 +1236,55 @@ void ProducerMachine::pack_done(std::int64_t now_ns, std::uint64_t ticket, const
   if (it == s.packs.end()) return;
   const ActivePack pack = it->second;
   s.packs.erase(it);
-  Ring& ring = s.rings[pack.sharing_group];
-  Slot& slot = ring.slots[pack.slot];
-  slot.ticket = 0;
-  if (status.ok()) {
+  const PullDescription& pull = *pack.pull;
+  const bool in_place = pack.slot == kNone;
+  Slot* const slot = in_place ? nullptr : &s.rings[pack.sharing_group].slots[pack.slot];
+  if (slot != nullptr) slot->ticket = 0;
+  if (status.ok() && !in_place) {
     ++s.packs_done;
-    s.bytes_packed += pack.bytes;
+    s.bytes_packed += pull.bytes;
   }
 
   if (!s.running || pack.sync_id != s.sync_id) {  // its sync is over
-    if (!s.shut) s.try_all_packs(pack.sharing_group, out);
+    if (!s.shut && !in_place) s.try_all_packs(pack.sharing_group, out);
     return s.settle(out);
   }
-  --s.groups[pack.group].packs;
+  Group& group = s.groups[pull.group];
+  --group.packs;
   s.last_progress_ns = now_ns;
-  const auto meeting = ring.meetings.find(pack.seq);
-  const std::vector<std::uint32_t> arrived =
-      meeting == ring.meetings.end() ? std::vector<std::uint32_t>{} : meeting->second.arrived;
-  if (meeting != ring.meetings.end()) ring.meetings.erase(meeting);
-  std::erase(s.groups[pack.group].meetings, std::pair(pack.sharing_group, pack.seq));
-  if (!status.ok()) {
-    const Status why =
-        status.with_context(fmt::format("{}: packing seq {} of group {}", s.me(), pack.seq, pack.group));
-    for (const std::uint32_t consumer : arrived) s.unpark(consumer, pack.seq, why, out);
-    s.fail_sync(why, out);
+  Status why = status;
+  const std::size_t wanted = summed(s.tables, pull.path) ? pull.keys.size() : 0;
+  if (why.ok() && sums.size() != wanted) {
+    why = Status(StatusCode::kInternal, fmt::format("{} sums were made, {} are due", sums.size(), wanted));
+  }
+  if (!why.ok()) {
+    why = why.with_context(fmt::format("{}: {} seq {} of group {}", s.me(),
+                                       in_place ? "summing" : "packing", pull.seq, pull.group));
+    s.fail_sync(why, out);  // every parked pull with it, the sharers' among them
     return s.settle(out);
   }
-  slot.seq = pack.seq;
-  slot.sums = std::move(sums);
-  slot.readers = arrived;
-  for (const std::uint32_t consumer : arrived) {
-    const PullDescription& pull = *s.consumers[consumer].running->by_seq[pack.seq];
-    s.answer(now_ns, consumer, pack.seq, State::packed_ready(pull, pack.slot, slot), out);
+  if (in_place) {
+    group.sums[pack.pull] = {true, std::move(sums)};
+    for (const auto& [consumer, seq] : std::exchange(group.parked_in_place, {}))
+      s.serve_in_place(now_ns, consumer, seq, out);  // those of other runs are parked again
+  } else {
+    Ring& ring = s.rings[pack.sharing_group];
+    const auto meeting = ring.meetings.find(pull.seq);
+    std::vector<std::uint32_t> arrived;
+    if (meeting != ring.meetings.end()) {
+      arrived = std::move(meeting->second.arrived);
+      ring.meetings.erase(meeting);
+    }
+    std::erase(group.meetings, std::pair(pack.sharing_group, pull.seq));
+    slot->seq = pull.seq;
+    slot->sums = std::move(sums);
+    slot->readers = arrived;
+    for (const std::uint32_t consumer : arrived) {
+      const PullDescription& theirs = *s.consumers[consumer].running->by_seq[pull.seq];
+      s.answer(now_ns, consumer, pull.seq, State::packed_ready(theirs, pack.slot, *slot), out);
+    }
   }
-  s.maybe_free(pack.group, out);
+  s.maybe_free(pull.group, out);
   s.settle(out);
 }
 

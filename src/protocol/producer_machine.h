@@ -43,12 +43,20 @@ struct ReserveReply {
   Status status;
 };
 // Gather `pull`'s keys into the slot, packed from 0. `sources` has one location per distinct (name, piece),
-// in order of first use among the keys. Answer with pack_done(). `pull` stays valid until then, and is the
-// same object in every sync of the same names until the consumer announces anew or a sync of other names
-// runs.
+// in order of first use among the keys. Answer with pack_done(), and where `summed` with the sum of each
+// key's bytes in the slot. `pull` stays valid until then, and is the same object in every sync of the same
+// names until the consumer announces anew or a sync of other names runs.
 struct Pack {
   std::uint64_t ticket = 0;
   std::uint32_t sharing_group = 0, slot = 0;
+  std::shared_ptr<const PullDescription> pull;
+  std::vector<PublishedView> sources;
+  bool summed = false;
+};
+// The keys of `pull` are read in place, and summed before they are: sum the bytes that a pack would gather.
+// Answer with pack_done(). It reads the group as a pack does; it has no slot.
+struct Sum {
+  std::uint64_t ticket = 0;
   std::shared_ptr<const PullDescription> pull;
   std::vector<PublishedView> sources;
 };
@@ -96,9 +104,9 @@ struct SyncQuiet {
 
 using ProducerAction =
     std::variant<producer_action::AllocateRing, producer_action::ReserveReply, producer_action::Pack,
-                 producer_action::ReadyReply, producer_action::FailReply, producer_action::SignalAck,
-                 producer_action::GroupFreed, producer_action::SyncEnded, producer_action::SyncFailed,
-                 producer_action::SyncQuiet>;
+                 producer_action::Sum, producer_action::ReadyReply, producer_action::FailReply,
+                 producer_action::SignalAck, producer_action::GroupFreed, producer_action::SyncEnded,
+                 producer_action::SyncFailed, producer_action::SyncQuiet>;
 using ProducerActions = std::vector<ProducerAction>;
 
 class ProducerMachine {
@@ -139,8 +147,8 @@ class ProducerMachine {
   void ring_allocated(std::int64_t now_ns, std::uint32_t sharing_group, const Status& status,
                       ProducerActions& out);
   void pull(std::int64_t now_ns, std::uint64_t incarnation, const PullId& pull, ProducerActions& out);
-  // The pack has ended. An error fails every sharer's pull and the sync. `sums` has one checksum per key, or
-  // none.
+  // The pack, or the summing, has ended. An error fails every sharer's pull and the sync. `sums` has one
+  // checksum per key where the pull's path is summed, else none.
   void pack_done(std::int64_t now_ns, std::uint64_t ticket, const Status& status,
                  std::vector<std::uint64_t> sums, ProducerActions& out);
   // Free signals of a consumer (a set: repeats have no effect and are acknowledged again). In a failed sync

@@ -7,6 +7,8 @@
 
 #include <fmt/format.h>
 
+#include "plan/integrity.h"
+
 namespace shardpull::protocol_testing {
 namespace {
 
@@ -28,9 +30,10 @@ ProducerConfig producer_config(const TinyModel& model, std::uint32_t rank, bool 
 }
 
 ConsumerConfig consumer_config(std::shared_ptr<const WorkerPlan> plan, std::uint32_t num_modules,
-                               std::int64_t stall_timeout_ns = 300 * kSecond) {
+                               std::int64_t stall_timeout_ns, std::set<Path> summed) {
   ConsumerConfig config;
   config.plan = std::move(plan);
+  config.summed = std::move(summed);
   config.num_modules = num_modules;
   config.stall_timeout_ns = stall_timeout_ns;
   return config;
@@ -60,6 +63,8 @@ TinyModel tiny_model(const TinyOptions& options) {
   tables->num_consumers = options.consumers;
   tables->num_replicas = options.replicas;
   tables->ring_depth = options.ring_depth;
+  tables->transport = options.transport;
+  tables->integrity = options.integrity;
   if (const Status status = validate(*tables); !status.ok()) {
     std::fprintf(stderr, "unexpected: %s\n", status.to_string().c_str());
     std::abort();
@@ -84,7 +89,9 @@ TinyModel tiny_model(const TinyOptions& options) {
   }
   model.options.max_chunk_bytes = options.max_chunk_bytes;
   model.options.pull_split = options.pull_split;
-  model.options.path = options.path == Path::kPacked ? PathPolicy::kPacked : PathPolicy::kMapped;
+  model.options.path = options.path == Path::kPacked   ? PathPolicy::kPacked
+                       : options.path == Path::kMapped ? PathPolicy::kMapped
+                                                       : PathPolicy::kDirect;
   model.tables = std::move(tables);
   return model;
 }
@@ -102,6 +109,12 @@ NameSet some_names(const TinyModel& model, const std::vector<std::uint32_t>& nam
 std::shared_ptr<const WorkerPlan> part_of(const TinyModel& model, const WorkerPlan& plan,
                                           const NameSet& names) {
   return std::make_shared<const WorkerPlan>(must(restrict_plan(plan, model.recording, *model.tables, names)));
+}
+
+std::vector<std::uint64_t> sums_of(std::uint32_t chunk, std::uint32_t run, std::size_t keys) {
+  std::vector<std::uint64_t> sums;
+  for (std::size_t k = 0; k < keys; ++k) sums.push_back((std::uint64_t{chunk} << 32 | run << 16) + k + 1);
+  return sums;
 }
 
 // ---- producer -----------------------------------------------------------------------------------
@@ -180,7 +193,17 @@ void ProducerBench::pull(std::uint32_t consumer, std::uint32_t seq) {
 }
 
 void ProducerBench::finish_packs(const Status& status) {
-  for (const auto& pack : all<producer_action::Pack>()) machine.pack_done(now, pack.ticket, status, {}, out);
+  const auto end = [&](std::uint64_t ticket, const PullDescription& pull, bool summed) {
+    std::vector<std::uint64_t> sums;
+    if (summed && status.ok()) sums = sums_of(pull.chunk_id, pull.run, pull.keys.size());
+    machine.pack_done(now, ticket, status, std::move(sums), out);
+  };
+  const ProducerActions started = out;
+  for (const ProducerAction& action : started) {
+    if (const auto* pack = std::get_if<producer_action::Pack>(&action))
+      end(pack->ticket, *pack->pull, pack->summed);
+    if (const auto* sum = std::get_if<producer_action::Sum>(&action)) end(sum->ticket, *sum->pull, true);
+  }
 }
 
 void ProducerBench::signal(std::uint32_t consumer, std::vector<std::uint32_t> groups) {
@@ -201,11 +224,14 @@ std::string ProducerBench::refusal() const {
 // ---- consumer -----------------------------------------------------------------------------------
 
 ConsumerBench::ConsumerBench(const TinyOptions& options, std::uint32_t consumer)
-    : ConsumerBench(tiny_model(options).plan(consumer), options.modules_span_groups ? 1 : options.groups) {}
+    : ConsumerBench(tiny_model(options).plan(consumer), options.modules_span_groups ? 1 : options.groups,
+                    300 * kSecond, summed_paths(*tiny_model(options).tables)) {}
 
 ConsumerBench::ConsumerBench(std::shared_ptr<const WorkerPlan> given, std::uint32_t num_modules,
-                             std::int64_t stall_timeout_ns)
-    : plan(std::move(given)), machine(consumer_config(plan, num_modules, stall_timeout_ns)) {}
+                             std::int64_t stall_timeout_ns, std::set<Path> sums)
+    : plan(std::move(given)),
+      summed(std::move(sums)),
+      machine(consumer_config(plan, num_modules, stall_timeout_ns, summed)) {}
 
 void ConsumerBench::start(std::uint64_t sync, std::uint64_t version) {
   EXPECT_EQ(machine.start_update(now, sync, version, part, out), Status());
@@ -229,6 +255,7 @@ ReadyInfo ConsumerBench::ready_info(std::uint32_t chunk, std::uint16_t run) cons
     }
     info.entries.resize(distinct.size());
   }
+  if (summed.contains(c.path)) info.sums = sums_of(chunk, run, c.runs[run].key_count);
   return info;
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <variant>
@@ -35,6 +36,8 @@ struct TinyOptions {
   Path path = Path::kPacked;
   std::uint64_t max_chunk_bytes = 64;  // one name a chunk
   std::uint32_t pull_split = 1;
+  TransportKind transport = TransportKind::kShm;
+  Integrity integrity = Integrity::kWire;
 };
 
 // Tables and a recording in which every worker takes every name whole.
@@ -62,6 +65,9 @@ std::vector<T> of_kind(const std::vector<Action>& actions) {
   return found;
 }
 
+// Made-up sums of a run's keys: no two alike.
+std::vector<std::uint64_t> sums_of(std::uint32_t chunk, std::uint32_t run, std::size_t keys);
+
 // One ProducerMachine and what it answered since the last clear().
 struct ProducerBench {
   explicit ProducerBench(const TinyOptions& options = {}, std::uint32_t rank = 0,
@@ -77,7 +83,7 @@ struct ProducerBench {
   Status publish(std::uint32_t group);
   PullId pull_id(std::uint32_t consumer, std::uint32_t seq) const;  // of the sync begun last
   void pull(std::uint32_t consumer, std::uint32_t seq);
-  // Ends every pack among the actions not taken yet, in order of start.
+  // Ends every pack and sum among the actions not taken yet, in order of start, with sums_of() where they are due.
   void finish_packs(const Status& status = {});
   void signal(std::uint32_t consumer, std::vector<std::uint32_t> groups);
   // Pulls and ends the pack.
@@ -112,7 +118,7 @@ struct ConsumerBench {
   explicit ConsumerBench(const TinyOptions& options = {}, std::uint32_t consumer = 0);
   // For hand-made plans.
   ConsumerBench(std::shared_ptr<const WorkerPlan> plan, std::uint32_t num_modules,
-                std::int64_t stall_timeout_ns = 300 * kSecond);
+                std::int64_t stall_timeout_ns = 300 * kSecond, std::set<Path> summed = {});
 
   // start_update, with `part`, and update, both expected to be legal.
   void start(std::uint64_t sync, std::uint64_t version);
@@ -147,6 +153,7 @@ struct ConsumerBench {
 
   std::shared_ptr<const WorkerPlan> plan;
   std::shared_ptr<const WorkerPlan> part;  // what the syncs to start run; null: all of it
+  std::set<Path> summed;
   ConsumerMachine machine;
   std::int64_t now = 0;
   ConsumerActions out;

@@ -50,7 +50,7 @@ struct ReadyInfo {
   std::uint64_t bytes = 0;                    // packed: bytes in the slot
   std::vector<Location> entries;  // mapped: one per distinct (name, piece) of the run, in order of first use.
                                   // packed: filled in by the driver (one entry: the slot)
-  std::vector<std::uint64_t> sums;  // one per key, or empty
+  std::vector<std::uint64_t> sums;  // one per key of the run where its path is summed, else empty
 };
 
 // Counters of things that are dropped on purpose; shown in reports.

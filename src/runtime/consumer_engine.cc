@@ -5,10 +5,12 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "base/encoder.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "plan/integrity.h"
 #include "tensor/shape.h"
 
 namespace shardpull {
@@ -40,6 +42,33 @@ Region destination_region(const Destination& destination) {
   return region;
 }
 
+// Calls `visit(source offset, destination offset, bytes)` for each contiguous run of loops [d, end) of a nest
+// of bytes, in order, until it returns false.
+template <typename Visit>
+bool for_each_run(const CopyNest& nest, std::size_t d, std::int64_t from, std::int64_t to, Visit& visit) {
+  if (d == nest.loops.size()) return visit(from, to, nest.run_elements);
+  const CopyLoop& loop = nest.loops[d];
+  for (std::int64_t i = 0; i < loop.size; ++i) {
+    if (!for_each_run(nest, d + 1, from + i * loop.src_stride, to + i * loop.dst_stride, visit)) return false;
+  }
+  return true;
+}
+
+template <typename Visit>
+void for_each_run(const CopyProgram& program, Visit visit) {
+  for (const CopyNest& nest : program.nests) {
+    if (!for_each_run(nest, 0, nest.src_offset, nest.dst_offset, visit)) return;
+  }
+}
+
+// Reads that one key may take: a guard, as a key of the direct path is planned as one.
+constexpr std::size_t kMaxDirectParts = 1u << 16;
+
+Status producer_gone(std::uint32_t producer) {
+  return Status(StatusCode::kUnavailable, fmt::format("trainer {} is gone", producer),
+                {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = fmt::format("trainer {}", producer)});
+}
+
 // Zeroes `loops` [d, end) of a nest.
 void zero(const CopyNest& nest, std::size_t d, std::byte* at) {
   if (d == nest.loops.size()) {
@@ -65,6 +94,7 @@ ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Rec
       hooks_(std::move(hooks)),
       machine_(ConsumerConfig{.plan = plan_,
                               .num_modules = static_cast<std::uint32_t>(recording.modules.size()),
+                              .summed = summed_paths(*tables_),
                               .stall_timeout_ns = stall_timeout_ns}),
       copies_(1),
       post_process_(1) {}
@@ -347,6 +377,14 @@ bool ConsumerEngine::on_closed(EndpointId id, const Status& why) {
 }
 
 void ConsumerEngine::on_read_done(ReadToken token, const Status& status) {
+  if (const auto direct = direct_reads_.find(token); direct != direct_reads_.end()) {
+    const std::shared_ptr<DirectReads> reads = direct->second;
+    direct_reads_.erase(direct);
+    if (reads->status.ok()) reads->status = status;
+    if (--reads->left != 0) return;
+    copy_ns_ += static_cast<std::uint64_t>(progress_.clock().now_ns() - reads->started_ns);
+    return scatter_done(reads->sync_id, reads->chunk, reads->status);
+  }
   const auto found = transfers_.find(token);
   if (found == transfers_.end()) return;
   const Transfer transfer = found->second;
@@ -419,12 +457,7 @@ void ConsumerEngine::perform(const consumer_action::StartTransfer& action) {
                     .peer = fmt::format("trainer {}", action.producer)});
   }
   const EndpointId endpoint = endpoint_of(action.producer);
-  if (wrong.ok() && endpoint == 0) {
-    wrong = Status(StatusCode::kUnavailable, fmt::format("trainer {} is gone", action.producer),
-                   {.reason = Reason::kPeerLost,
-                    .fault = Fault::kPeer,
-                    .peer = fmt::format("trainer {}", action.producer)});
-  }
+  if (wrong.ok() && endpoint == 0) wrong = producer_gone(action.producer);
   if (!wrong.ok()) {
     progress_.post([this, token, wrong] { on_read_done(token, wrong); });
     return;
@@ -458,106 +491,184 @@ void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
   });
 }
 
-void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
-  const std::uint64_t sync_id = machine_.sync_id();
-  const std::uint32_t chunk_id = action.chunk;
-  const Chunk& chunk = *chunk_of(chunk_id);
-  const auto done = [this, sync_id, chunk_id](const Status& status) {
-    drive([&](std::int64_t now, ConsumerActions& out) {
-      machine_.scatter_done(now, sync_id, chunk_id, status, out);
-    });
-  };
+void ConsumerEngine::scatter_done(std::uint64_t sync_id, std::uint32_t chunk_id, const Status& status) {
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.scatter_done(now, sync_id, chunk_id, status, out);
+  });
+}
 
-  // One source per (run, entry): the first element of the tensor (or piece), mapped.
-  struct Source {
-    Transport::Mapping mapping;
-    std::uint64_t bytes = 0;
-    std::vector<std::int64_t> stride;
-  };
-  auto sources = std::make_shared<std::vector<std::vector<Source>>>();
-  Status wrong;
-  for (std::size_t r = 0; r < action.ready.size() && wrong.ok(); ++r) {
+Result<std::vector<std::vector<ConsumerEngine::PublishedSource>>> ConsumerEngine::published_sources(
+    const consumer_action::StartCopy& action, const Chunk& chunk) {
+  std::vector<std::vector<PublishedSource>> sources;
+  for (std::size_t r = 0; r < action.ready.size(); ++r) {
     const std::uint32_t producer = chunk.runs[r].producer;
     const auto order = entry_order(chunk, chunk.runs[r]);
     const std::vector<Location>& entries = action.ready[r].entries;
-    std::vector<Source>& run_sources = sources->emplace_back();
+    std::vector<PublishedSource>& of_run = sources.emplace_back();
     if (entries.size() != order.size()) {
-      wrong = Status(StatusCode::kDataLoss,
-                     fmt::format("trainer {} locates {} tensors of chunk {}, the plan names {}", producer,
-                                 entries.size(), chunk_id, order.size()));
-      break;
+      return Status(StatusCode::kDataLoss,
+                    fmt::format("trainer {} locates {} tensors of chunk {}, the plan names {}", producer,
+                                entries.size(), chunk.chunk_id, order.size()),
+                    {.reason = Reason::kCorrupt, .fault = Fault::kPeer});
     }
     const EndpointId endpoint = endpoint_of(producer);
     for (std::size_t e = 0; e < entries.size(); ++e) {
       const TensorMeta& meta = tables_->metadata[order[e].first];
-      auto bytes = checked_bytes(meta.dtype, source_shape(*tables_, order[e].first, order[e].second));
+      const auto bytes = checked_bytes(meta.dtype, source_shape(*tables_, order[e].first, order[e].second));
       if (bytes.ok() && entries[e].stride.empty() && entries[e].where.bytes != *bytes) {
-        wrong = Status(StatusCode::kDataLoss,
-                       fmt::format("trainer {} offers {} bytes of {}, the metadata says {}", producer,
-                                   entries[e].where.bytes, meta.name, *bytes),
-                       {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .tensor = meta.name});
-        break;
+        return Status(StatusCode::kDataLoss,
+                      fmt::format("trainer {} offers {} bytes of {}, the metadata says {}", producer,
+                                  entries[e].where.bytes, meta.name, *bytes),
+                      {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .tensor = meta.name});
       }
+      PublishedSource& source = of_run.emplace_back(PublishedSource{entries[e].where, entries[e].stride, {}});
+      if (chunk.path != Path::kMapped) continue;
       auto mapping =
           endpoint == 0 ? Result<Transport::Mapping>(Status(StatusCode::kUnavailable, "the endpoint is gone"))
-                        : progress_.transport().map(endpoint, entries[e].where);
+                        : progress_.transport().map(endpoint, source.where);
       if (!mapping.ok()) {
-        wrong = mapping.status().with_context(fmt::format("mapping {} of trainer {}", meta.name, producer));
-        break;
+        return mapping.status().with_context(fmt::format("mapping {} of trainer {}", meta.name, producer));
       }
-      run_sources.push_back({*mapping, entries[e].where.bytes, entries[e].stride});
+      source.mapping = *mapping;
     }
   }
-  if (!wrong.ok()) {
-    progress_.post([done, wrong] { done(wrong); });
-    return;
-  }
+  return sources;
+}
 
-  copies_.post([this, chunk_id, sources, done, plan = running_] {
+Result<const CopyProgram*> ConsumerEngine::program_for(PreparedCopy& copy, const PublishedSource& source,
+                                                       const Chunk& chunk,
+                                                       const PlannedScatter& scatter) const {
+  if (source.stride.empty()) return &copy.program;
+  const ChunkKey& key = chunk.keys[copy.key];
+  if (copy.stride != source.stride) {
+    const SourceLayout layout{tables_->metadata[key.name].dtype, source_shape(*tables_, key.name, key.piece),
+                              source.stride};
+    SHARDPULL_ASSIGN_OR_RETURN(
+        copy.strided, compile_copy(key.slice, layout, key.wire_dtype, destination_region(scatter.destination),
+                                   scatter.destination.dtype));
+    copy.stride = source.stride;
+  }
+  if (static_cast<std::uint64_t>(copy.strided.src_end) > source.where.bytes) {
+    return Status(
+        StatusCode::kDataLoss,
+        fmt::format("the strides of {} leave the {} bytes it was published with",
+                    tables_->metadata[key.name].name, source.where.bytes),
+        {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .tensor = tables_->metadata[key.name].name});
+  }
+  return &copy.strided;
+}
+
+void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
+  const Chunk& chunk = *chunk_of(action.chunk);
+  auto sources = published_sources(action, chunk);
+  if (!sources.ok()) {
+    progress_.post([this, sync_id = machine_.sync_id(), chunk_id = action.chunk, why = sources.status()] {
+      scatter_done(sync_id, chunk_id, why);
+    });
+  } else if (chunk.path == Path::kDirect) {
+    read_direct(action.chunk, *sources);
+  } else {
+    copy_mapped(action.chunk, std::move(*sources));
+  }
+}
+
+void ConsumerEngine::copy_mapped(std::uint32_t chunk_id, std::vector<std::vector<PublishedSource>> sources) {
+  copies_.post([this, sync_id = machine_.sync_id(), chunk_id, sources = std::move(sources), plan = running_] {
     PreparedChunk& prepared = plan->chunks[chunk_id];
-    const Chunk& chunk = *prepared.chunk;
     const std::int64_t started = progress_.clock().now_ns();
     run_fills(prepared);
     Status status;
-    for (PreparedCopy& copy : prepared.copies) {
-      const Source& source = (*sources)[copy.run][copy.entry];
-      std::byte* const memory = parameters_[copy.parameter]->memory();
-      if (source.stride.empty()) {
-        run(copy.program, source.mapping.data, memory);
-        continue;
-      }
-      const ChunkKey& key = chunk.keys[copy.key];
-      if (copy.stride != source.stride) {
-        const PlannedScatter& scatter =
-            chunk.scatters[static_cast<std::size_t>(&copy - prepared.copies.data())];
-        const SourceLayout layout{tables_->metadata[key.name].dtype,
-                                  source_shape(*tables_, key.name, key.piece), source.stride};
-        auto program = compile_copy(key.slice, layout, key.wire_dtype,
-                                    destination_region(scatter.destination), scatter.destination.dtype);
-        if (!program.ok()) {
-          status = program.status();
-          break;
-        }
-        copy.strided = std::move(program).value();
-        copy.stride = source.stride;
-      }
-      if (static_cast<std::uint64_t>(copy.strided.src_end) > source.bytes) {
-        status = Status(
-            StatusCode::kDataLoss,
-            fmt::format("the strides of {} leave the {} bytes it was published with",
-                        tables_->metadata[key.name].name, source.bytes),
-            {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .tensor = tables_->metadata[key.name].name});
-        break;
-      }
-      run(copy.strided, source.mapping.data, memory);
+    for (std::size_t c = 0; c < prepared.copies.size() && status.ok(); ++c) {
+      PreparedCopy& copy = prepared.copies[c];
+      const PublishedSource& source = sources[copy.run][copy.entry];
+      const auto program = program_for(copy, source, *prepared.chunk, prepared.chunk->scatters[c]);
+      status = program.status();
+      if (status.ok()) run(**program, source.mapping.data, parameters_[copy.parameter]->memory());
     }
     const std::int64_t ended = progress_.clock().now_ns();
     if (status.ok()) progress_.transport().add_mapped_bytes(prepared.key_bytes);
-    progress_.post([this, done, status, busy = ended - started] {
+    progress_.post([this, sync_id, chunk_id, status, busy = ended - started] {
       copy_ns_ += static_cast<std::uint64_t>(busy);
-      done(status);
+      scatter_done(sync_id, chunk_id, status);
     });
   });
+}
+
+Status ConsumerEngine::direct_parts(PreparedChunk& prepared,
+                                    const std::vector<std::vector<PublishedSource>>& sources,
+                                    std::vector<std::vector<ReadPart>>& by_run) const {
+  by_run.resize(sources.size());
+  for (std::size_t c = 0; c < prepared.copies.size(); ++c) {
+    PreparedCopy& copy = prepared.copies[c];
+    const PublishedSource& source = sources[copy.run][copy.entry];
+    SHARDPULL_ASSIGN_OR_RETURN(const CopyProgram* const program,
+                               program_for(copy, source, *prepared.chunk, prepared.chunk->scatters[c]));
+    std::byte* const parameter = parameters_[copy.parameter]->memory();
+    std::vector<ReadPart>& parts = by_run[copy.run];
+    const std::size_t before = parts.size();
+    for_each_run(*program, [&](std::int64_t from, std::int64_t to, std::int64_t bytes) {
+      const RemoteRef remote{source.where.region, source.where.generation,
+                             source.where.offset + static_cast<std::uint64_t>(from),
+                             static_cast<std::uint64_t>(bytes)};
+      if (!parts.empty()) {
+        ReadPart& last = parts.back();
+        if (last.remote.region == remote.region && last.remote.generation == remote.generation &&
+            last.remote.offset + last.remote.bytes == remote.offset &&
+            last.local + last.remote.bytes == parameter + to) {
+          last.remote.bytes += remote.bytes;
+          return true;
+        }
+      }
+      parts.push_back({remote, parameter + to});
+      return parts.size() - before <= kMaxDirectParts;
+    });
+    if (parts.size() - before > kMaxDirectParts) {
+      const TensorMeta& meta = tables_->metadata[prepared.chunk->keys[copy.key].name];
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("{} is published with strides [{}], in more than {} parts: it cannot be read "
+                                "directly; use path packed, or publish it contiguous",
+                                meta.name, fmt::join(source.stride, ", "), kMaxDirectParts),
+                    {.reason = Reason::kLimit, .tensor = meta.name});
+    }
+  }
+  return {};
+}
+
+void ConsumerEngine::read_direct(std::uint32_t chunk_id,
+                                 const std::vector<std::vector<PublishedSource>>& sources) {
+  PreparedChunk& prepared = running_->chunks[chunk_id];
+  const std::uint64_t sync_id = machine_.sync_id();
+  std::vector<std::vector<ReadPart>> by_run;
+  const Status wrong = direct_parts(prepared, sources, by_run);
+  if (!wrong.ok()) {
+    progress_.post([this, sync_id, chunk_id, wrong] { scatter_done(sync_id, chunk_id, wrong); });
+    return;
+  }
+  if (prepared.fills.empty()) return start_reads(chunk_id, std::move(by_run));
+  // What the module's fills zero, its keys overwrite.
+  copies_.post([this, chunk_id, plan = running_, by_run = std::move(by_run)]() mutable {
+    run_fills(plan->chunks[chunk_id]);
+    progress_.post(
+        [this, chunk_id, by_run = std::move(by_run)]() mutable { start_reads(chunk_id, std::move(by_run)); });
+  });
+}
+
+void ConsumerEngine::start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run) {
+  const Chunk& chunk = *chunk_of(chunk_id);
+  auto reads = std::make_shared<DirectReads>(
+      DirectReads{machine_.sync_id(), chunk_id, by_run.size(), {}, progress_.clock().now_ns()});
+  for (std::size_t r = 0; r < by_run.size(); ++r) {
+    const ReadToken token = next_token_++;
+    direct_reads_[token] = reads;
+    const std::uint32_t producer = chunk.runs[r].producer;
+    const EndpointId endpoint = endpoint_of(producer);
+    if (endpoint == 0 || by_run[r].empty()) {
+      const Status status = endpoint != 0 ? Status() : producer_gone(producer);
+      progress_.post([this, token, status] { on_read_done(token, status); });
+      continue;
+    }
+    progress_.transport().read_parts(endpoint, std::move(by_run[r]), token);
+  }
 }
 
 void ConsumerEngine::perform(const consumer_action::StartPost& action) {

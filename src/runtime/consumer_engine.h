@@ -88,13 +88,20 @@ class ConsumerEngine {
   // element).
   struct PreparedCopy {
     std::uint32_t key = 0;
-    std::uint32_t entry = 0;  // mapped: index into the run's ReadyInfo::entries
+    std::uint32_t entry = 0;  // mapped, direct: index into the run's ReadyInfo::entries
     std::uint16_t run = 0;
     std::uint32_t parameter = 0;
     CopyProgram program;
-    // Mapped, of a source that lies with strides of its own: compiled when it is met. The copy thread's.
+    // Mapped or direct, of a source that lies with strides of its own: compiled when it is met. The copy
+    // thread's, for direct the progress thread's.
     std::vector<std::int64_t> stride;
     CopyProgram strided;
+  };
+  // One tensor (or piece) that a chunk reads, as its producer published it.
+  struct PublishedSource {
+    RemoteRef where;
+    std::vector<std::int64_t> stride;  // empty: contiguous
+    Transport::Mapping mapping;        // mapped only
   };
   struct PreparedFill {
     std::uint32_t parameter = 0;
@@ -112,6 +119,14 @@ class ConsumerEngine {
     std::shared_ptr<const WorkerPlan> plan;
     std::vector<PreparedChunk> chunks;  // by Chunk::chunk_id
   };
+  // The reads of a direct chunk, one per run.
+  struct DirectReads {
+    std::uint64_t sync_id = 0;
+    std::uint32_t chunk = 0;
+    std::size_t left = 0;
+    Status status;  // the first error
+    std::int64_t started_ns = 0;
+  };
   struct Transfer {
     std::uint64_t sync_id = 0;
     std::uint32_t chunk = 0;
@@ -124,6 +139,19 @@ class ConsumerEngine {
   Result<PreparedCopy> prepare_copy(
       const Chunk& chunk, const PlannedScatter& scatter,
       const std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>>& entries);
+  // What the producers of a chunk's runs said of its sources, checked against the plan; by run and entry.
+  Result<std::vector<std::vector<PublishedSource>>> published_sources(const consumer_action::StartCopy& action,
+                                                                      const Chunk& chunk);
+  // The program of one copy out of `source`: the prepared one, or one for its strides, which is kept.
+  Result<const CopyProgram*> program_for(PreparedCopy& copy, const PublishedSource& source, const Chunk& chunk,
+                                         const PlannedScatter& scatter) const;
+  void copy_mapped(std::uint32_t chunk_id, std::vector<std::vector<PublishedSource>> sources);
+  void read_direct(std::uint32_t chunk_id, const std::vector<std::vector<PublishedSource>>& sources);
+  // Into `by_run`: what a direct chunk reads, neighbours together.
+  Status direct_parts(PreparedChunk& prepared, const std::vector<std::vector<PublishedSource>>& sources,
+                      std::vector<std::vector<ReadPart>>& by_run) const;
+  void start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run);
+  void scatter_done(std::uint64_t sync_id, std::uint32_t chunk_id, const Status& status);
   void perform(ConsumerActions& actions);
   void perform(const consumer_action::SendPull& action);
   void perform(const consumer_action::StartTransfer& action);
@@ -162,6 +190,7 @@ class ConsumerEngine {
   std::size_t greeted_ = 0;
   Status connect_error_;
   std::unordered_map<ReadToken, Transfer> transfers_;
+  std::unordered_map<ReadToken, std::shared_ptr<DirectReads>> direct_reads_;
   ReadToken next_token_ = 1;
   std::uint64_t bytes_moved_ = 0, bytes_before_ = 0, copy_ns_ = 0, update_ns_ = 0;
   std::int64_t update_started_ns_ = 0;

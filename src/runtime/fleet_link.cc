@@ -7,6 +7,11 @@
 
 #include <fmt/format.h>
 
+#include "base/host_port.h"
+#include "base/status_macros.h"
+#include "runtime/hot_transport.h"
+#include "transport/ucx/ucx_transport.h"
+
 namespace shardpull {
 namespace {
 
@@ -34,8 +39,22 @@ Result<std::uint64_t> token_from_environment() {
 }
 
 Status validate(const FleetOptions& options) {
-  if (options.directory.empty())
-    return bad_option("fleet.directory", "must name the fleet's directory", "empty");
+  const TransportKind transport = transport_of(options);
+  const bool between_hosts = transport == TransportKind::kTcp || transport == TransportKind::kUcx;
+  if (options.directory.empty() && (options.rendezvous.empty() || !between_hosts)) {
+    return bad_option("fleet.directory",
+                      options.rendezvous.empty()
+                          ? "must name the fleet's directory, or fleet.rendezvous where it meets"
+                          : fmt::format("must name a directory for the sockets of transport {}", to_string(transport)),
+                      "empty");
+  }
+  if (!options.rendezvous.empty()) {
+    SHARDPULL_RETURN_IF_ERROR(parse_host_port(options.rendezvous, "fleet.rendezvous").status());
+  }
+  if (options.ucx_workers == 0 || options.ucx_workers > kMaxUcxWorkers) {
+    return bad_option("fleet.ucx_workers", fmt::format("must be 1 to {}", kMaxUcxWorkers),
+                      std::to_string(options.ucx_workers));
+  }
   if (options.token == 0) return bad_option("fleet.token", "must be a random number", "0");
   if (options.connect_timeout_ms == 0) return bad_option("fleet.connect_timeout_ms", "must be >= 1", "0");
   if (options.stall_timeout_ms == 0) return bad_option("fleet.stall_timeout_ms", "must be >= 1", "0");
@@ -49,7 +68,9 @@ Status validate(const FleetOptions& options) {
 
 ControlOptions control_options(const FleetOptions& options, const Member& self, Incarnation incarnation) {
   ControlOptions control;
-  control.address = "unix:" + options.directory + "/hub.sock";
+  control.address = options.rendezvous.empty() ? "unix:" + options.directory + "/hub.sock"
+                                               : "tcp:" + options.rendezvous;
+  control.insecure_listen = options.insecure_listen;
   control.token = options.token;
   control.self = self;
   control.incarnation = incarnation;

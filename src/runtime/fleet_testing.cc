@@ -441,7 +441,12 @@ class Fleet {
 
   void work(std::uint32_t id) {
     BoxModel model(spec_.metadata, spec_.workers[id]);
-    EXPECT_TRUE(model.materialise(std::byte{0xCD}, 64).ok());
+    if (spec_.bind) {
+      const Status bound = spec_.bind(id, model);
+      EXPECT_TRUE(bound.ok()) << bound.to_string();
+    } else {
+      EXPECT_TRUE(model.materialise(std::byte{0xCD}, 64).ok());
+    }
     WorkerOptions options;
     options.fleet = options_;
     options.consumer = id;

@@ -150,6 +150,7 @@ struct FleetSpec {
   std::function<void(std::uint32_t rank, TrainerOptions&)> trainer_options = nullptr;
   std::function<void(std::uint32_t worker, WorkerOptions&)> worker_options = nullptr;
   std::function<Status(std::uint32_t rank, std::uint64_t version, GroupTensors&)> tamper = nullptr;
+  std::function<Status(std::uint32_t worker, Model&)> bind = nullptr;  // gives parameters memory of its own
   std::function<std::vector<std::string>(std::uint32_t rank, const Step&)> names = nullptr;
 };
 

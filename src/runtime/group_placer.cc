@@ -10,6 +10,7 @@
 #include "base/checked.h"
 #include "base/status_macros.h"
 #include "plan/boxes.h"
+#include "tensor/checksum.h"
 #include "tensor/copy.h"
 #include "tensor/shape.h"
 
@@ -46,6 +47,38 @@ Result<std::uint64_t> extent_of(DType dtype, const std::vector<std::int64_t>& sh
     last = *sum;
   }
   return bytes_of(dtype, last + 1);
+}
+
+void sum_runs(const CopyNest& nest, std::size_t d, const std::byte* from, Hasher& hasher) {
+  if (d == nest.loops.size()) {
+    hasher.update({from, static_cast<std::size_t>(nest.run_elements)});
+    return;
+  }
+  for (std::int64_t i = 0; i < nest.loops[d].size; ++i)
+    sum_runs(nest, d + 1, from + i * nest.loops[d].src_stride, hasher);
+}
+
+// The sum of a view's bytes, in an order that depends on how it lies only.
+Result<std::uint64_t> sum_of(const TensorView& view) {
+  // Dims by stride, so that what is contiguous in any order of its dims is summed in long runs.
+  std::vector<std::size_t> order;
+  for (std::size_t d = 0; d < view.shape.size(); ++d) {
+    if (view.shape[d] != 1) order.push_back(d);
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return view.stride[a] > view.stride[b]; });
+  SourceLayout layout{view.dtype, {}, {}};
+  for (const std::size_t d : order) {
+    layout.shape.push_back(view.shape[d]);
+    layout.stride.push_back(view.stride[d]);
+  }
+  SHARDPULL_ASSIGN_OR_RETURN(const std::int64_t numel, checked_numel(view.dtype, view.shape));
+  SHARDPULL_ASSIGN_OR_RETURN(
+      const CopyProgram program,
+      compile_copy(Slice::whole(numel), layout, view.dtype, contiguous_region(numel), view.dtype));
+  Hasher hasher;
+  for (const CopyNest& nest : program.nests) sum_runs(nest, 0, view.data + nest.src_offset, hasher);
+  return hasher.checksum();
 }
 
 }  // namespace
@@ -124,6 +157,7 @@ std::string GroupPlacer::label(std::uint32_t name, std::uint32_t held) const {
 }
 
 Status GroupPlacer::allocate(Transport& transport, std::uint32_t resident_groups) {
+  transport_ = &transport;
   if (rank_.resident) return {};
   std::uint64_t largest = 0;
   for (const std::uint32_t g : rank_.owned_groups) {
@@ -148,6 +182,8 @@ Status GroupPlacer::allocate(Transport& transport, std::uint32_t resident_groups
 void GroupPlacer::begin_sync(NameSet names) {
   names_ = std::move(names);
   resident_.clear();
+  adopted_.clear();
+  summed_.clear();
   exports_.give_back_all();
   resident_bytes_ = peak_resident_bytes_ = export_ns_ = export_bytes_ = 0;
 }
@@ -277,6 +313,15 @@ Result<GroupPlacer::Placed> GroupPlacer::place_held(
         label(entry.name, entry.piece) + " is declared to lie in memory from Trainer::allocate and does not",
         rank_.metadata[entry.name].name);
   }
+  if (rank_.adopts) {
+    auto adopted = transport_->adopt(view.storage, view.storage_bytes, label(entry.name, entry.piece));
+    if (!adopted.ok()) return adopted.status().with_context(fmt::format("the weight source of trainer {}", rank_.rank));
+    const MemoryRef& ref = (*adopted)->ref();
+    adopted_[group].push_back(*adopted);
+    return Placed{view.data,
+                  view.stride,
+                  {ref.region, ref.generation, static_cast<std::uint64_t>(view.data - ref.address), extent}};
+  }
   return Placed{view.data, view.stride, {0, 0, 0, extent}};
 }
 
@@ -314,6 +359,11 @@ Result<std::vector<ServedTensor>> GroupPlacer::place(
     const TensorView& view = *entry.view;
     SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t bytes, checked_bytes(view.dtype, view.shape));
     group_bytes += bytes;
+    if (rank_.sums_views && bytes != 0) {
+      auto sum = sum_of(view);
+      if (!sum.ok()) return sum.status().with_context(label(entry.name, entry.piece));
+      summed_[group].push_back({entry.name, entry.piece, view, *sum});
+    }
     std::optional<Placed> placed;
     const auto [first, last] =
         std::equal_range(rank_.parts.begin(), rank_.parts.end(), PublishedPart{entry.name, 0, 0, {}},
@@ -339,13 +389,35 @@ Result<std::vector<ServedTensor>> GroupPlacer::place(
   return served;
 }
 
+Status GroupPlacer::check_unchanged(std::uint32_t group) const {
+  const auto found = summed_.find(group);
+  if (found == summed_.end()) return {};
+  for (const SummedView& yielded : found->second) {
+    SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t sum, sum_of(yielded.view));
+    if (sum == yielded.sum) continue;
+    return Status(StatusCode::kDataLoss,
+                  fmt::format("the weight source of trainer {} wrote {} of group {} after it had yielded it and "
+                              "before it was released: its sum was {:016x} and is {:016x}",
+                              rank_.rank, label(yielded.name, yielded.held), group, yielded.sum, sum),
+                  {.reason = Reason::kCorrupt, .tensor = rank_.metadata[yielded.name].name});
+  }
+  return {};
+}
+
 bool GroupPlacer::release(std::uint32_t group) {
   const auto found = resident_.find(group);
   if (found == resident_.end()) return false;
   if (!rank_.resident) resident_bytes_ -= found->second;  // a resident rank's tensors stay
   resident_.erase(found);
+  adopted_.erase(group);
+  summed_.erase(group);
   exports_.give_back(group);
   return true;
+}
+
+std::vector<std::shared_ptr<ExportedMemory>> GroupPlacer::adopted(std::uint32_t group) const {
+  const auto found = adopted_.find(group);
+  return found == adopted_.end() ? std::vector<std::shared_ptr<ExportedMemory>>() : found->second;
 }
 
 std::vector<std::uint32_t> GroupPlacer::resident() const {

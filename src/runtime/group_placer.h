@@ -34,6 +34,8 @@ struct RankDescription {
   bool mappable = false;                    // WeightSource::in_engine_memory
   bool resident = false;                    // published in place: no export buffers
   std::uint64_t export_pack_limit = 0;
+  bool adopts = false;  // its transport lets peers read any memory of this process
+  bool sums_views = false;  // integrity full: what the source yields must stay as it is until it is released
   std::vector<PublishedPart> parts;  // ascending by name; set once the tables are known
 
   // Its pieces of one name.
@@ -52,7 +54,7 @@ class GroupPlacer {
  public:
   GroupPlacer(const RankDescription& rank, const Clock& clock) : rank_(rank), clock_(clock) {}
 
-  // Allocates one export buffer per resident group, each as large as the largest owned group's small tensors
+  // Keeps `transport`, which must outlive it. Allocates one export buffer per resident group, each as large as the largest owned group's small tensors
   // and pieces. None for a resident rank.
   Status allocate(Transport& transport, std::uint32_t resident_groups);
   const ExportBuffers& exports() const { return exports_; }
@@ -68,6 +70,11 @@ class GroupPlacer {
   // address. The group counts as resident from here on.
   Result<std::vector<ServedTensor>> place(const GroupTensors& tensors, std::uint32_t group,
                                           const std::vector<std::shared_ptr<ExportedMemory>>& memory);
+  // Memory of the source that peers may read while `group` is resident, for a rank that adopts.
+  std::vector<std::shared_ptr<ExportedMemory>> adopted(std::uint32_t group) const;
+  // Whether every view that `group` was yielded with still has the bytes it had when it was placed, for a rank
+  // that sums views; else DATA_LOSS naming group, tensor and rank. Before release().
+  Status check_unchanged(std::uint32_t group) const;
   // Nobody reads the group any more. False when it was not resident.
   bool release(std::uint32_t group);
   std::vector<std::uint32_t> resident() const;
@@ -85,6 +92,13 @@ class GroupPlacer {
     RemoteRef where;  // of `data`; region 0: not exported, packed only
   };
 
+  // A view of the source and the sum of its bytes.
+  struct SummedView {
+    std::uint32_t name = 0, held = 0;
+    TensorView view;
+    std::uint64_t sum = 0;
+  };
+
   Status wrong(const std::string& what, const std::string& tensor = {}) const;
   // "w" or "w piece 2 [0:4, 0:8]", for messages.
   std::string label(std::uint32_t name, std::uint32_t held) const;
@@ -95,12 +109,15 @@ class GroupPlacer {
 
   const RankDescription& rank_;
   const Clock& clock_;
+  Transport* transport_ = nullptr;
   ExportBuffers exports_;
   NameSet names_;
   // The export buffer of the group that is being placed, and the bytes of it in use.
   ExportedMemory* buffer_ = nullptr;
   std::uint64_t filled_ = 0;
   std::map<std::uint32_t, std::uint64_t> resident_;  // group -> bytes
+  std::map<std::uint32_t, std::vector<std::shared_ptr<ExportedMemory>>> adopted_;  // by group
+  std::map<std::uint32_t, std::vector<SummedView>> summed_;                        // by group
   std::uint64_t resident_bytes_ = 0, peak_resident_bytes_ = 0, export_ns_ = 0, export_bytes_ = 0;
 };
 

@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
+#include "tensor/checksum.h"
 #include "tensor/shape.h"
 
 namespace shardpull {
@@ -19,6 +20,12 @@ using PieceId = std::pair<std::uint32_t, std::uint32_t>;
 
 bool is_contiguous(const PublishedView& view) {
   return view.location.stride.empty();
+}
+
+// Where the bytes that the program gathers lie in order in its source; null when they do not.
+const std::byte* contiguous_source(const CopyProgram& program, const std::byte* source) {
+  if (program.nests.size() != 1 || !program.nests.front().loops.empty()) return nullptr;
+  return source + program.nests.front().src_offset;
 }
 
 }  // namespace
@@ -39,6 +46,12 @@ void ProducerServer::stop() {
 }
 
 void ProducerServer::add_memory(std::shared_ptr<ExportedMemory> memory) {
+  bool known = false;
+  std::erase_if(memory_, [&](const std::weak_ptr<ExportedMemory>& each) {
+    known = known || (!each.owner_before(memory) && !memory.owner_before(each));
+    return each.expired();
+  });
+  if (known) return;
   for (const auto& [id, endpoint] : endpoints_) {
     if (endpoint.consumer)
       progress_.transport().grant(id, memory).ignore();  // a broken endpoint reports on_closed
@@ -331,45 +344,80 @@ Result<ProducerServer::Programs> ProducerServer::programs_for(
   return Programs(std::move(programs));
 }
 
-void ProducerServer::perform(producer_action::Pack& action) {
-  const std::uint64_t ticket = action.ticket;
-  const auto finish = [this, ticket](const Status& status) {
-    progress_.post([this, ticket, status] {
-      drive(
-          [&](std::int64_t now, ProducerActions& out) { machine_->pack_done(now, ticket, status, {}, out); });
-    });
-  };
+Result<ProducerServer::Gather> ProducerServer::gather(const std::shared_ptr<const PullDescription>& pull,
+                                                      const std::vector<PublishedView>& sources) {
   std::vector<std::vector<std::int64_t>> strides;
-  for (const PublishedView& source : action.sources) strides.push_back(source.location.stride);
-  PreparedPack& prepared = programs_[action.pull.get()];
+  for (const PublishedView& source : sources) strides.push_back(source.location.stride);
+  PreparedPack& prepared = programs_[pull.get()];
   if (prepared.programs == nullptr || prepared.strides != strides) {
-    auto compiled = programs_for(action.pull, action.sources);
-    if (!compiled.ok()) {
-      finish(compiled.status());
-      return;
-    }
-    prepared = {action.pull, std::move(strides), *compiled};
+    SHARDPULL_ASSIGN_OR_RETURN(Programs compiled, programs_for(pull, sources));
+    prepared = {pull, std::move(strides), std::move(compiled)};
   }
-  const Programs programs = prepared.programs;
-  std::vector<const std::byte*> data;
-  for (const ChunkKey& key : action.pull->keys) {
+  Gather gather{prepared.programs, {}};
+  for (const ChunkKey& key : pull->keys) {
     const auto found = data_.find({key.name, key.piece});
     if (found == data_.end()) {
-      finish(Status(StatusCode::kInternal,
-                    fmt::format("{} is not published", tables_->metadata[key.name].name)));
-      return;
+      return Status(StatusCode::kInternal,
+                    fmt::format("{} is not published", tables_->metadata[key.name].name));
     }
-    data.push_back(found->second);
+    gather.data.push_back(found->second);
+  }
+  return gather;
+}
+
+void ProducerServer::pack_done(std::uint64_t ticket, const Status& status, std::vector<std::uint64_t> sums) {
+  progress_.post([this, ticket, status, sums = std::move(sums)] {
+    drive([&](std::int64_t now, ProducerActions& out) {
+      machine_->pack_done(now, ticket, status, sums, out);
+    });
+  });
+}
+
+void ProducerServer::perform(producer_action::Pack& action) {
+  const std::uint64_t ticket = action.ticket;
+  auto source = gather(action.pull, action.sources);
+  if (!source.ok()) {
+    pack_done(ticket, source.status(), {});
+    return;
   }
   const Ring& ring = rings_.at(action.sharing_group);
   std::byte* const slot = ring.memory->ref().address + action.slot * ring.slot_bytes;
   ++packs_done_;
   packed_bytes_ += action.pull->bytes;
   // `ring.memory` is held until the pack has ended: a ring that grows meanwhile is another one.
-  packs_.post([pull = action.pull, programs, data = std::move(data), slot, memory = ring.memory, finish] {
-    for (std::size_t i = 0; i < pull->keys.size(); ++i)
-      run((*programs)[i], data[i], slot + pull->keys[i].offset);
-    finish(Status());
+  packs_.post([this, ticket, pull = action.pull, source = std::move(*source), slot, memory = ring.memory,
+               summed = action.summed] {
+    std::vector<std::uint64_t> sums;
+    for (std::size_t i = 0; i < pull->keys.size(); ++i) {
+      std::byte* const packed = slot + pull->keys[i].offset;
+      run((*source.programs)[i], source.data[i], packed);
+      if (summed) sums.push_back(checksum64({packed, pull->keys[i].bytes}));
+    }
+    pack_done(ticket, Status(), std::move(sums));
+  });
+}
+
+void ProducerServer::perform(producer_action::Sum& action) {
+  const std::uint64_t ticket = action.ticket;
+  auto source = gather(action.pull, action.sources);
+  if (!source.ok()) {
+    pack_done(ticket, source.status(), {});
+    return;
+  }
+  packs_.post([this, ticket, pull = action.pull, source = std::move(*source)] {
+    std::vector<std::uint64_t> sums;
+    for (std::size_t i = 0; i < pull->keys.size(); ++i) {
+      const std::uint64_t bytes = pull->keys[i].bytes;
+      const CopyProgram& program = (*source.programs)[i];
+      const std::byte* packed = contiguous_source(program, source.data[i]);
+      if (packed == nullptr) {
+        if (strided_key_.size() < bytes) strided_key_.resize(bytes);
+        run(program, source.data[i], strided_key_.data());
+        packed = strided_key_.data();
+      }
+      sums.push_back(checksum64({packed, bytes}));
+    }
+    pack_done(ticket, Status(), std::move(sums));
   });
 }
 

@@ -97,6 +97,11 @@ class ProducerServer {
     std::vector<std::vector<std::int64_t>> strides;  // of the sources
     Programs programs;
   };
+  // What a pack or a sum reads: by key, the program that gathers it and its tensor's first element.
+  struct Gather {
+    Programs programs;
+    std::vector<const std::byte*> data;
+  };
 
   template <typename Event>
   void drive(Event event);
@@ -104,6 +109,7 @@ class ProducerServer {
   void perform(producer_action::AllocateRing& action);
   void perform(producer_action::ReserveReply& action);
   void perform(producer_action::Pack& action);
+  void perform(producer_action::Sum& action);
   void perform(producer_action::ReadyReply& action);
   void perform(producer_action::FailReply& action);
   void perform(producer_action::SignalAck& action);
@@ -118,6 +124,10 @@ class ProducerServer {
   void refuse(EndpointId endpoint, const Status& why);
   Result<Programs> programs_for(const std::shared_ptr<const PullDescription>& pull,
                                 const std::vector<PublishedView>& sources) const;
+  Result<Gather> gather(const std::shared_ptr<const PullDescription>& pull,
+                        const std::vector<PublishedView>& sources);
+  // From any thread.
+  void pack_done(std::uint64_t ticket, const Status& status, std::vector<std::uint64_t> sums);
 
   ProgressThread& progress_;
   const std::uint32_t rank_;
@@ -134,6 +144,7 @@ class ProducerServer {
   std::map<std::uint32_t, std::vector<std::pair<std::uint32_t, std::uint32_t>>> names_of_group_;
   std::unordered_map<const PullDescription*, PreparedPack> programs_;
   std::uint64_t ring_bytes_ = 0, packs_done_ = 0, packed_bytes_ = 0;
+  std::vector<std::byte> strided_key_;  // the pack thread's: a key that is summed and lies with gaps
   JobThreads packs_;
 };
 

@@ -20,15 +20,16 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "control/grpc/grpc_control.h"
+#include "plan/path.h"
 #include "plan/plan.h"
 #include "plan/published.h"
 #include "plan/restrict.h"
 #include "protocol/trainer_machine.h"
 #include "runtime/fleet_link.h"
 #include "runtime/group_placer.h"
+#include "runtime/hot_transport.h"
 #include "runtime/producer_server.h"
 #include "runtime/progress_thread.h"
-#include "transport/shm/shm_transport.h"
 
 namespace shardpull {
 namespace {
@@ -70,10 +71,11 @@ std::string shared_settings(const TrainerOptions& options) {
   return fmt::format(
       "world_size={} num_consumers={} num_replicas={} workers_per_replica={} ring_depth={} lookahead={} "
       "presize={} "
-      "export_pack_limit={} on_consumer_loss={} {} {}",
+      "export_pack_limit={} on_consumer_loss={} transport={} integrity={} {} {}",
       options.world_size, options.num_consumers, options.num_replicas, options.workers_per_replica,
       options.ring_depth, options.lookahead, options.presize_bytes, options.export_pack_limit_bytes,
-      options.on_consumer_loss == OnConsumerLoss::kFail ? "fail" : "continue", options.fleet.settings,
+      options.on_consumer_loss == OnConsumerLoss::kFail ? "fail" : "continue",
+      to_string(transport_of(options.fleet)), to_string(options.integrity), options.fleet.settings,
       options.settings);
 }
 
@@ -217,10 +219,7 @@ Status Trainer::Impl::start() {
   SHARDPULL_RETURN_IF_ERROR(check_options(options));
   const Member self{Role::kTrainer, options.rank};
   SHARDPULL_ASSIGN_OR_RETURN(std::unique_ptr<Transport> transport,
-                             make_shm_transport({.directory = options.fleet.directory,
-                                                 .token = options.fleet.token,
-                                                 .incarnation = incarnation,
-                                                 .self_name = fmt::format("trainer-{}", options.rank)}));
+                             make_hot_transport(options.fleet, self, incarnation));
   SHARDPULL_ASSIGN_OR_RETURN(hot_address, transport->listen());
   progress = std::make_unique<ProgressThread>(
       std::move(transport), *this, [this] { on_tick(); }, [this](const Status& why) { end(why); },
@@ -292,6 +291,8 @@ Status Trainer::Impl::describe(WeightSource& given) {
   rank.mappable = given.in_engine_memory();
   rank.resident = resident && options.publish != PublishMode::kGather;
   rank.export_pack_limit = options.export_pack_limit_bytes;
+  rank.sums_views = options.integrity == Integrity::kFull;
+  rank.adopts = reads_any_memory(transport_of(options.fleet));
   SHARDPULL_ASSIGN_OR_RETURN(rank.groups, form_groups(rank.metadata));
   SHARDPULL_RETURN_IF_ERROR(describe_holding(given.held_names(), given.held_pieces(), rank));
   holding.rank = options.rank;
@@ -465,6 +466,8 @@ Result<InitTables> Trainer::Impl::resolve() {
   resolved.ring_depth = options.ring_depth;
   resolved.presize = options.presize_bytes;
   resolved.export_pack_limit = options.export_pack_limit_bytes;
+  resolved.transport = transport_of(options.fleet);
+  resolved.integrity = options.integrity;
   SHARDPULL_RETURN_IF_ERROR(shardpull::validate(resolved));
   return resolved;
 }
@@ -882,6 +885,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
       drive_trainer([&](TrainerActions& out) { trainer->source_returned(out); });
     });
   };
+  Status changed;  // the first group that the source wrote too early: the producer may have ended well before
   for (;;) {
     std::optional<TrainerAction> action;
     {
@@ -913,6 +917,10 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
         give_up(at_end);
       }
     } else if (const auto* freed = std::get_if<trainer_action::Release>(&*action)) {
+      if (changed.ok()) {
+        changed = placer.check_unchanged(freed->group);
+        if (!changed.ok()) progress->run([&] { server->fail(open.sync_id, changed); });
+      }
       release(groups_stream.get(), freed->group);
     } else if (const auto* done = std::get_if<trainer_action::RankDone>(&*action)) {
       status = done->status;
@@ -920,7 +928,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
     }
   }
   for (const std::uint32_t group : placer.resident()) release(groups_stream.get(), group);
-  return status;
+  return status.ok() ? changed : status;
 }
 
 void Trainer::Impl::release(GroupStream* stream, std::uint32_t group) {
@@ -967,6 +975,7 @@ Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
       drive_trainer([&](TrainerActions& out) { trainer->source_returned(out); });
       return;
     }
+    for (auto& memory : placer.adopted(group)) server->add_memory(std::move(memory));
     // Told first: a group nobody waits for is freed within publish_group.
     drive_trainer([&](TrainerActions& out) { trainer->published(group, out); });
     status = server->publish_group(group, std::move(served).value());

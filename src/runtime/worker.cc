@@ -22,8 +22,9 @@
 #include "plan/restrict.h"
 #include "runtime/consumer_engine.h"
 #include "runtime/fleet_link.h"
+#include "runtime/hot_transport.h"
 #include "runtime/progress_thread.h"
-#include "transport/shm/shm_transport.h"
+#include "transport/shm/shared_memory.h"
 
 namespace shardpull {
 namespace {
@@ -201,10 +202,7 @@ Status Worker::Impl::start() {
   SHARDPULL_RETURN_IF_ERROR(check_options(options));
   const Member self{Role::kWorker, options.consumer};
   SHARDPULL_ASSIGN_OR_RETURN(std::unique_ptr<Transport> transport,
-                             make_shm_transport({.directory = options.fleet.directory,
-                                                 .token = options.fleet.token,
-                                                 .incarnation = incarnation,
-                                                 .self_name = fmt::format("worker-{}", options.consumer)}));
+                             make_hot_transport(options.fleet, self, incarnation));
   progress = std::make_unique<ProgressThread>(
       std::move(transport), *this, [this] { on_tick(); }, [this](const Status& why) { end(why); },
       tick_ns(options.fleet), clock);
@@ -236,6 +234,12 @@ Status Worker::Impl::join() {
   if (!decoded.ok()) return decoded.status().with_context("the init payload");
   SHARDPULL_RETURN_IF_ERROR(validate(*decoded).with_context("the init payload"));
   tables = std::make_shared<const InitTables>(std::move(*decoded));
+  if (tables->transport != transport_of(options.fleet)) {
+    return Status(StatusCode::kFailedPrecondition,
+                  fmt::format("worker {} was started with transport {}, the trainers with {}", options.consumer,
+                              to_string(transport_of(options.fleet)), to_string(tables->transport)),
+                  {.reason = Reason::kSettingMismatch, .fault = Fault::kUser});
+  }
   if (options.consumer >= tables->num_consumers) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("worker {} is out of range: the fleet has {} workers, numbered from 0",
@@ -257,10 +261,7 @@ Status Worker::Impl::make_plan() {
   plan_options.max_chunk_bytes = options.max_chunk_bytes;
   plan_options.chunk_split = options.chunk_split;
   plan_options.pull_split = options.pull_split;
-  plan_options.path = options.path == PathChoice::kPacked   ? PathPolicy::kPacked
-                      : options.path == PathChoice::kMapped ? PathPolicy::kMapped
-                                                            : PathPolicy::kAuto;
-  plan_options.mapping_available = progress->transport().can_map();
+  plan_options.path = policy_of(options.path);
   SHARDPULL_ASSIGN_OR_RETURN(WorkerPlan made,
                              plan_worker(*tables, *recorded, options.consumer, plan_options));
   plan = std::make_shared<const WorkerPlan>(std::move(made));
@@ -493,6 +494,12 @@ Worker::Worker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Worker::~Worker() {
   shutdown();
+}
+
+Result<EngineMemory> Worker::allocate(std::uint64_t bytes, const std::string& what) {
+  SHARDPULL_ASSIGN_OR_RETURN(const std::shared_ptr<const SharedSegment> segment,
+                             SharedSegment::create(bytes, what));
+  return EngineMemory{segment->data(), segment->bytes(), std::const_pointer_cast<SharedSegment>(segment)};
 }
 
 Result<std::unique_ptr<Worker>> Worker::connect(const WorkerOptions& options, Model& model) {

@@ -293,7 +293,7 @@ Result<SimModel> SimModel::make(const SimOptions& options, std::uint64_t seed) {
     model.resident.push_back(options.resident && random.chance(0.5));
     tables->producer_resident.push_back(model.resident[r] ? 1 : 0);
   }
-  if (options.path == PathPolicy::kAuto) {
+  if (options.path == PathPolicy::kAuto || options.path == PathPolicy::kDirect) {
     for (std::uint32_t r = 0; r < options.trainers; ++r)
       tables->producer_mappable[r] = random.chance(0.3) ? 1 : 0;
     tables->export_pack_limit = 512;  // the matrices are above it, vectors below
@@ -302,6 +302,8 @@ Result<SimModel> SimModel::make(const SimOptions& options, std::uint64_t seed) {
   tables->num_replicas = options.replicas;
   tables->workers_per_replica = options.share_slots ? 0 : tables->num_consumers;
   tables->ring_depth = options.ring_depth;
+  tables->transport = options.transport;
+  tables->integrity = options.integrity;
   SHARDPULL_RETURN_IF_ERROR(validate(*tables));
 
   PlanOptions plan;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "tensor/checksum.h"
 #include "transport/hot_wire.h"
 
 namespace shardpull::sim {
@@ -313,35 +314,61 @@ void SimTrainer::perform(const producer_action::Pack& action) {
   packing_[action.ticket] = action.pull->group;
   std::byte* const slot = ring.memory->ref().address + slot_offset;
   std::fill_n(slot, ring.slot_bytes, kPacking);
+  auto sums = std::make_shared<std::vector<std::uint64_t>>();
   world_.in_pieces(
       action.pull->keys.size(), kPieceNs,
-      [this, action, slot](std::size_t i) {
+      [this, action, slot, sums](std::size_t i) {
         const ChunkKey& key = action.pull->keys[i];
-        const auto buffer = resident_.find(action.pull->group);
-        if (buffer == resident_.end()) {
-          return world_.broken("trainer {} packs from group {}, which was released", rank_,
-                               action.pull->group);
-        }
-        const auto view = std::find_if(
-            action.sources.begin(), action.sources.end(),
-            [&](const PublishedView& one) { return one.name == key.name && one.piece == key.piece; });
-        if (view == action.sources.end()) return world_.broken("pack without a source for name {}", key.name);
-        const std::byte* const data = buffer->second->ref().address + view->location.where.offset;
-        const std::uint64_t width = element_bytes(key.wire_dtype);
-        std::uint64_t to = key.offset;
-        for (const std::uint64_t position : positions_of(key.slice)) {
-          std::copy_n(data + strided_element(position, view->shape, view->location.stride) * width, width,
-                      slot + to);
-          to += width;
-        }
+        gather_key(*action.pull, action.sources, key, slot + key.offset);
+        if (action.summed) sums->push_back(checksum64({slot + key.offset, key.bytes}));
       },
-      [this, ticket = action.ticket] {
-        packing_.erase(ticket);
+      [this, action, slot, sums] {
+        packing_.erase(action.ticket);
         const Status status = world_.outcome_of(Failure::kPack);
+        const ChunkKey& key = action.pull->keys[world_.random().below(action.pull->keys.size())];
+        world_.maybe_flip(Failure::kSlotBit, {slot + key.offset, key.bytes});
         produce([&](std::int64_t now, ProducerActions& out) {
-          producer_->pack_done(now, ticket, status, {}, out);
+          producer_->pack_done(now, action.ticket, status, *sums, out);
         });
       });
+}
+
+void SimTrainer::perform(const producer_action::Sum& action) {
+  world_.trace("sum", rank_, action.pull->chunk_id);
+  packing_[action.ticket] = action.pull->group;
+  auto sums = std::make_shared<std::vector<std::uint64_t>>();
+  world_.in_pieces(
+      action.pull->keys.size(), kPieceNs,
+      [this, action, sums](std::size_t i) {
+        const ChunkKey& key = action.pull->keys[i];
+        std::vector<std::byte> bytes(key.bytes);
+        gather_key(*action.pull, action.sources, key, bytes.data());
+        sums->push_back(checksum64(bytes));
+      },
+      [this, action, sums] {
+        packing_.erase(action.ticket);
+        const Status status = world_.outcome_of(Failure::kPack);
+        produce([&](std::int64_t now, ProducerActions& out) {
+          producer_->pack_done(now, action.ticket, status, *sums, out);
+        });
+      });
+}
+
+void SimTrainer::gather_key(const PullDescription& pull, const std::vector<PublishedView>& sources,
+                            const ChunkKey& key, std::byte* to) {
+  const auto buffer = resident_.find(pull.group);
+  if (buffer == resident_.end())
+    return world_.broken("trainer {} packs from group {}, which was released", rank_, pull.group);
+  const auto view = std::find_if(sources.begin(), sources.end(), [&](const PublishedView& one) {
+    return one.name == key.name && one.piece == key.piece;
+  });
+  if (view == sources.end()) return world_.broken("pack without a source for name {}", key.name);
+  const std::byte* const data = buffer->second->ref().address + view->location.where.offset;
+  const std::uint64_t width = element_bytes(key.wire_dtype);
+  for (const std::uint64_t position : positions_of(key.slice)) {
+    std::copy_n(data + strided_element(position, view->shape, view->location.stride) * width, width, to);
+    to += width;
+  }
 }
 
 EndpointId SimTrainer::endpoint_of(std::uint32_t consumer, Incarnation incarnation) const {
@@ -369,6 +396,7 @@ void SimTrainer::reply(HotType type, Incarnation to, const PullId& pull,
 void SimTrainer::perform(const producer_action::ReadyReply& action) {
   world_.trace("ready", rank_, action.pull.consumer, action.pull.chunk);
   ReadyPayload payload;
+  payload.sums = action.ready.sums;
   if (action.ready.path == Path::kPacked) {
     const Ring& ring = rings_.at(action.ready.sharing_group);
     const MemoryRef& ref = ring.memory->ref();

@@ -92,6 +92,9 @@ class SimTrainer final : TransportSink, ControlSink {
   void gather(std::uint32_t group);
   std::shared_ptr<ExportedMemory> take_buffer(std::uint32_t group);
   std::shared_ptr<ExportedMemory> allocate_and_grant(std::uint64_t bytes);
+  // Gathers a key's bytes to `to`; a broken rule when its group has been released.
+  void gather_key(const PullDescription& pull, const std::vector<PublishedView>& sources, const ChunkKey& key,
+                  std::byte* to);
   void overwrite_homes();
   void send(const Member& to, ControlBody body);
   void reply(HotType type, Incarnation to, const PullId& pull, const std::vector<std::byte>& payload);
@@ -107,6 +110,7 @@ class SimTrainer final : TransportSink, ControlSink {
   void perform(const producer_action::AllocateRing& action);
   void perform(const producer_action::ReserveReply& action);
   void perform(const producer_action::Pack& action);
+  void perform(const producer_action::Sum& action);
   void perform(const producer_action::ReadyReply& action);
   void perform(const producer_action::FailReply& action);
   void perform(const producer_action::SignalAck& action);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "plan/integrity.h"
+#include "protocol/key_sums.h"
 #include "transport/hot_wire.h"
 
 namespace shardpull::sim {
@@ -14,6 +16,7 @@ ConsumerConfig consumer_config(const SimModel& model, std::uint32_t consumer) {
   ConsumerConfig config;
   config.plan = model.plans[consumer];
   config.num_modules = static_cast<std::uint32_t>(model.recordings[consumer].modules.size());
+  config.summed = summed_paths(*model.tables);
   config.stall_timeout_ns = kSimStallNs;
   return config;
 }
@@ -145,95 +148,182 @@ void SimWorker::materialise(std::uint32_t chunk) {
   }
 }
 
-void SimWorker::scatter_packed(std::uint32_t chunk, std::size_t index, const std::byte* slot) {
-  const PlannedScatter& scatter = chunk_of(chunk).scatters[index];
-  const ChunkKey& key = chunk_of(chunk).keys[scatter.key];
-  const std::uint64_t width = element_bytes(key.wire_dtype);
-  std::uint64_t from = key.offset;
+const Run& SimWorker::run_of(const Chunk& chunk, std::uint32_t key) const {
+  return *std::find_if(chunk.runs.begin(), chunk.runs.end(), [&](const Run& run) {
+    return key >= run.first_key && key < run.first_key + run.key_count;
+  });
+}
+
+const Location& SimWorker::source_of(const Landing& landing, std::uint32_t key) const {
+  const Chunk& chunk = chunk_of(landing.chunk);
+  const Run& run = run_of(chunk, key);
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> order;  // distinct (name, piece), by first use
+  for (std::uint32_t k = run.first_key; k < run.first_key + run.key_count; ++k) {
+    const std::pair piece(chunk.keys[k].name, chunk.keys[k].piece);
+    if (std::find(order.begin(), order.end(), piece) == order.end()) order.push_back(piece);
+  }
+  const auto entry = std::find(order.begin(), order.end(), std::pair(chunk.keys[key].name, chunk.keys[key].piece));
+  return landing.ready[static_cast<std::size_t>(&run - chunk.runs.data())].entries.at(
+      static_cast<std::size_t>(entry - order.begin()));
+}
+
+std::vector<std::uint64_t> SimWorker::source_offsets(const Landing& landing, std::uint32_t key) const {
+  const ChunkKey& planned = chunk_of(landing.chunk).keys[key];
+  const Location& location = source_of(landing, key);
+  const std::vector<std::int64_t>& shape = model_.shape_of(planned.name, planned.piece);
+  std::vector<std::uint64_t> offsets = positions_of(planned.slice);
+  for (std::uint64_t& at : offsets) {
+    if (!location.stride.empty()) {
+      std::uint64_t rest = std::exchange(at, 0);
+      for (std::size_t d = shape.size(); d-- > 0;) {
+        at += rest % static_cast<std::uint64_t>(shape[d]) * static_cast<std::uint64_t>(location.stride[d]);
+        rest /= static_cast<std::uint64_t>(shape[d]);
+      }
+    }
+    at *= element_bytes(planned.wire_dtype);
+  }
+  return offsets;
+}
+
+void SimWorker::arrived(Landing& landing, std::uint32_t key, std::span<std::byte> bytes) {
+  const Chunk& chunk = chunk_of(landing.chunk);
+  world_.maybe_flip(Failure::kArrivedBit, bytes);
+  if (landing.sums.empty() || !landing.status.ok()) return;
+  ++summed_keys_;
+  landing.status = check_sum(*model_.tables, chunk.keys[key], run_of(chunk, key).producer, bytes, landing.sums[key]);
+}
+
+void SimWorker::scatter(const Landing& landing, std::size_t index, const std::byte* packed) {
+  const PlannedScatter& scatter = chunk_of(landing.chunk).scatters[index];
+  const std::uint64_t width = element_bytes(chunk_of(landing.chunk).keys[scatter.key].wire_dtype);
   for (const std::uint64_t at : positions_of(scatter.destination)) {
-    std::copy_n(slot + from, width, data_of(scatter.destination.parameter) + at * width);
-    from += width;
+    std::copy_n(packed, width, data_of(scatter.destination.parameter) + at * width);
+    packed += width;
   }
 }
 
-void SimWorker::scatter_mapped(std::uint32_t chunk, std::size_t index, const std::vector<ReadyInfo>& ready) {
-  const Chunk& planned = chunk_of(chunk);
-  const PlannedScatter& scatter = planned.scatters[index];
-  const ChunkKey& key = planned.keys[scatter.key];
-  for (std::size_t r = 0; r < planned.runs.size(); ++r) {
-    const Run& run = planned.runs[r];
-    if (scatter.key < run.first_key || scatter.key >= run.first_key + run.key_count) continue;
-    std::vector<std::pair<std::uint32_t, std::uint32_t>> order;  // distinct (name, piece), by first use
-    for (std::uint32_t k = run.first_key; k < run.first_key + run.key_count; ++k) {
-      const std::pair piece(planned.keys[k].name, planned.keys[k].piece);
-      if (std::find(order.begin(), order.end(), piece) == order.end()) order.push_back(piece);
-    }
-    const auto entry = static_cast<std::size_t>(
-        std::find(order.begin(), order.end(), std::pair(key.name, key.piece)) - order.begin());
-    const Location& location = ready[r].entries.at(entry);
-    const auto mapping = transport_->map(endpoint_of_.at(run.producer), location.where);
-    if (!mapping.ok()) return world_.broken("{}", mapping.status().to_string());
-    const std::vector<std::int64_t>& shape = model_.shape_of(key.name, key.piece);
+std::vector<std::byte> SimWorker::copy_from_mapping(const Landing& landing, std::uint32_t key) {
+  const Chunk& chunk = chunk_of(landing.chunk);
+  const std::uint64_t width = element_bytes(chunk.keys[key].wire_dtype);
+  std::vector<std::byte> bytes;
+  const auto mapping =
+      transport_->map(endpoint_of_.at(run_of(chunk, key).producer), source_of(landing, key).where);
+  if (!mapping.ok()) {
+    world_.broken("{}", mapping.status().to_string());
+    bytes.resize(chunk.keys[key].bytes);
+    return bytes;
+  }
+  for (const std::uint64_t at : source_offsets(landing, key))
+    bytes.insert(bytes.end(), mapping->data + at, mapping->data + at + width);
+  return bytes;
+}
+
+void SimWorker::read_direct(const std::shared_ptr<Landing>& landing) {
+  const Chunk& chunk = chunk_of(landing->chunk);
+  std::vector<std::vector<ReadPart>> parts(chunk.runs.size());
+  for (const PlannedScatter& scatter : chunk.scatters) {
+    const ChunkKey& key = chunk.keys[scatter.key];
+    const RemoteRef& where = source_of(*landing, scatter.key).where;
     const std::uint64_t width = element_bytes(key.wire_dtype);
-    const auto from = positions_of(key.slice), to = positions_of(scatter.destination);
+    const auto from = source_offsets(*landing, scatter.key), to = positions_of(scatter.destination);
+    std::vector<ReadPart>& of_run = parts[static_cast<std::size_t>(&run_of(chunk, scatter.key) - chunk.runs.data())];
     for (std::size_t i = 0; i < from.size(); ++i) {
-      std::uint64_t at = from[i];
-      if (!location.stride.empty()) {
-        std::uint64_t rest = from[i];
-        at = 0;
-        for (std::size_t d = shape.size(); d-- > 0;) {
-          at += rest % static_cast<std::uint64_t>(shape[d]) * static_cast<std::uint64_t>(location.stride[d]);
-          rest /= static_cast<std::uint64_t>(shape[d]);
-        }
+      std::byte* const local = data_of(scatter.destination.parameter) + to[i] * width;
+      if (i > 0 && from[i] == from[i - 1] + width && to[i] == to[i - 1] + 1) {
+        of_run.back().remote.bytes += width;
+      } else {
+        of_run.push_back({{where.region, where.generation, where.offset + from[i], width}, local});
       }
-      std::copy_n(mapping->data + at * width, width, data_of(scatter.destination.parameter) + to[i] * width);
     }
   }
+  for (std::size_t r = 0; r < parts.size(); ++r) {
+    if (parts[r].empty()) continue;
+    ++landing->reads_left;
+    direct_reads_[next_token_] = landing;
+    transport_->read_parts(endpoint_of_.at(chunk.runs[r].producer), std::move(parts[r]), next_token_);
+    ++next_token_;
+  }
+}
+
+void SimWorker::check_direct(Landing& landing) {
+  const Chunk& chunk = chunk_of(landing.chunk);
+  for (std::size_t i = 0; i < chunk.scatters.size(); ++i) {
+    const PlannedScatter& planned = chunk.scatters[i];
+    const std::uint64_t width = element_bytes(chunk.keys[planned.key].wire_dtype);
+    std::vector<std::byte> bytes;
+    for (const std::uint64_t at : positions_of(planned.destination)) {
+      const std::byte* const element = data_of(planned.destination.parameter) + at * width;
+      bytes.insert(bytes.end(), element, element + width);
+    }
+    arrived(landing, planned.key, bytes);
+    scatter(landing, i, bytes.data());  // the damage, if any
+  }
+}
+
+void SimWorker::finish(const Landing& landing) {
+  for (const auto& place : landing.reads) readers_.end(place);
+  const Status outcome = landing.status.ok() ? world_.outcome_of(Failure::kScatter) : landing.status;
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.scatter_done(now, landing.sync_id, landing.chunk, outcome, out);
+  });
 }
 
 void SimWorker::perform(const consumer_action::StartScatter& action) {
-  const std::uint32_t chunk = action.chunk, slot = action.slot;
-  const std::uint64_t sync_id = machine_.sync_id();
-  world_.trace("scatter", consumer_, chunk, slot);
+  const std::uint32_t slot = action.slot;
+  world_.trace("scatter", consumer_, action.chunk, slot);
   scattering_slots_.insert(slot);
   std::byte* const data = receive_ring_.data() + slot * plan_.receive_slot_bytes;
-  materialise(chunk);
+  auto landing = std::make_shared<Landing>();
+  landing->sync_id = machine_.sync_id();
+  landing->chunk = action.chunk;
+  landing->sums = action.sums;
+  materialise(action.chunk);
   world_.in_pieces(
-      chunk_of(chunk).scatters.size(), kPieceNs,
-      [this, chunk, data](std::size_t i) { scatter_packed(chunk, i, data); },
-      [this, chunk, slot, data, sync_id] {
+      chunk_of(action.chunk).scatters.size(), kPieceNs,
+      [this, landing, data](std::size_t i) {
+        const std::uint32_t key = chunk_of(landing->chunk).scatters[i].key;
+        const ChunkKey& planned = chunk_of(landing->chunk).keys[key];
+        arrived(*landing, key, {data + planned.offset, planned.bytes});
+        if (landing->status.ok()) scatter(*landing, i, data + planned.offset);
+      },
+      [this, landing, slot, data] {
         std::fill_n(data, plan_.receive_slot_bytes, kScattered);
         scattering_slots_.erase(slot);
-        const Status outcome = world_.outcome_of(Failure::kScatter);
-        drive([&](std::int64_t now, ConsumerActions& out) {
-          machine_.scatter_done(now, sync_id, chunk, outcome, out);
-        });
+        finish(*landing);
       });
 }
 
 void SimWorker::perform(const consumer_action::StartCopy& action) {
-  const std::uint32_t chunk = action.chunk;
-  const std::uint64_t sync_id = machine_.sync_id();
-  world_.trace("copy", consumer_, chunk);
-  if (!action.ready.empty()) ++mapped_chunks_;
-  std::vector<SlotReaders::Slot> mapped;
+  const Chunk& chunk = chunk_of(action.chunk);
+  world_.trace("copy", consumer_, action.chunk);
+  auto landing = std::make_shared<Landing>();
+  landing->sync_id = machine_.sync_id();
+  landing->chunk = action.chunk;
+  landing->ready = action.ready;
   for (std::size_t r = 0; r < action.ready.size(); ++r) {
-    for (const Location& entry : action.ready[r].entries) {
-      mapped.emplace_back(chunk_of(chunk).runs[r].producer, entry.where.region, SlotReaders::kMapped);
-      readers_.begin(mapped.back());
+    const ReadyInfo& ready = action.ready[r];
+    landing->sums.insert(landing->sums.end(), ready.sums.begin(), ready.sums.end());
+    for (const Location& entry : ready.entries) {
+      landing->reads.emplace_back(chunk.runs[r].producer, entry.where.region, SlotReaders::kMapped);
+      readers_.begin(landing->reads.back());
     }
   }
-  materialise(chunk);
+  materialise(action.chunk);
+  if (chunk.path == Path::kDirect && !action.ready.empty()) {
+    ++direct_chunks_;
+    return read_direct(landing);
+  }
+  if (!action.ready.empty()) ++mapped_chunks_;
   world_.in_pieces(
-      chunk_of(chunk).scatters.size(), kPieceNs,
-      [this, chunk, ready = action.ready](std::size_t i) { scatter_mapped(chunk, i, ready); },
-      [this, chunk, sync_id, mapped] {
-        for (const auto& place : mapped) readers_.end(place);
-        const Status outcome = world_.outcome_of(Failure::kScatter);
-        drive([&](std::int64_t now, ConsumerActions& out) {
-          machine_.scatter_done(now, sync_id, chunk, outcome, out);
-        });
-      });
+      chunk.scatters.size(), kPieceNs,
+      [this, landing](std::size_t i) {
+        if (!landing->status.ok()) return;
+        const std::uint32_t key = chunk_of(landing->chunk).scatters[i].key;
+        std::vector<std::byte> bytes = copy_from_mapping(*landing, key);
+        arrived(*landing, key, bytes);
+        if (landing->status.ok()) scatter(*landing, i, bytes.data());
+      },
+      [this, landing] { finish(*landing); });
 }
 
 void SimWorker::check_parameter(std::uint32_t parameter, const std::vector<std::uint64_t>& versions,
@@ -344,6 +434,7 @@ void SimWorker::on_message(EndpointId endpoint, const HotHeader& header, const s
     ReadyInfo ready;
     const auto chunk = chunks_.find(pull.chunk);
     ready.path = chunk != chunks_.end() ? chunk->second->path : Path::kPacked;
+    ready.sums = decoded->sums;
     for (const ReadyEntry& entry : decoded->entries) ready.entries.push_back({entry.where, entry.stride});
     if (ready.path == Path::kPacked && !ready.entries.empty()) ready.bytes = ready.entries[0].where.bytes;
     drive([&](std::int64_t now, ConsumerActions& out) {
@@ -369,6 +460,15 @@ void SimWorker::confirmed(std::uint32_t producer, std::uint64_t sync_id,
 }
 
 void SimWorker::on_read_done(ReadToken token, const Status& status) {
+  if (const auto direct = direct_reads_.find(token); direct != direct_reads_.end()) {
+    const std::shared_ptr<Landing> landing = direct->second;
+    direct_reads_.erase(direct);
+    const Status outcome = status.ok() ? world_.outcome_of(Failure::kTransfer) : status;
+    if (landing->status.ok()) landing->status = outcome;
+    if (--landing->reads_left != 0) return;
+    if (landing->status.ok()) check_direct(*landing);
+    return finish(*landing);
+  }
   const auto it = transfers_.find(token);
   if (it == transfers_.end()) return world_.broken("a read that nobody started");
   const Transfer transfer = it->second;

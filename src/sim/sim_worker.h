@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <span>
 #include <vector>
 
 #include "protocol/consumer_machine.h"
@@ -29,6 +30,8 @@ class SimWorker final : TransportSink, ControlSink {
   const ConsumerMachine& machine() const { return machine_; }
   std::uint64_t pulls() const { return pulls_; }
   std::uint64_t mapped_chunks() const { return mapped_chunks_; }
+  std::uint64_t direct_chunks() const { return direct_chunks_; }
+  std::uint64_t summed_keys() const { return summed_keys_; }
   // Compares every byte of every parameter of a module that is current or was never loaded, guards included,
   // with these versions of the names.
   void verify(const std::vector<std::uint64_t>& versions);
@@ -60,9 +63,29 @@ class SimWorker final : TransportSink, ControlSink {
   void tick();
   std::byte* data_of(std::uint32_t parameter) { return parameters_[parameter].data() + kGuardBytes; }
   void materialise(std::uint32_t chunk);
-  // Copies element i of a scatter from element source(i) of `data`.
-  void scatter_packed(std::uint32_t chunk, std::size_t index, const std::byte* slot);
-  void scatter_mapped(std::uint32_t chunk, std::size_t index, const std::vector<ReadyInfo>& ready);
+  // A chunk on its way from where it arrived into its parameters.
+  struct Landing {
+    std::uint64_t sync_id = 0;
+    std::uint32_t chunk = 0;
+    std::vector<ReadyInfo> ready;          // mapped, direct
+    std::vector<std::uint64_t> sums;       // by key, or empty
+    std::vector<SlotReaders::Slot> reads;  // mapped, direct: what must not be released meanwhile
+    std::size_t reads_left = 0;            // direct
+    Status status;                         // the first error
+  };
+  const Run& run_of(const Chunk& chunk, std::uint32_t key) const;
+  // Where a run's key lies at its producer.
+  const Location& source_of(const Landing& landing, std::uint32_t key) const;
+  // The byte offset there of each element of the key, in order.
+  std::vector<std::uint64_t> source_offsets(const Landing& landing, std::uint32_t key) const;
+  // The packed bytes of a key have arrived at `bytes`: damages them when it is their turn, and compares their
+  // sum.
+  void arrived(Landing& landing, std::uint32_t key, std::span<std::byte> bytes);
+  void scatter(const Landing& landing, std::size_t index, const std::byte* packed);
+  std::vector<std::byte> copy_from_mapping(const Landing& landing, std::uint32_t key);
+  void read_direct(const std::shared_ptr<Landing>& landing);
+  void check_direct(Landing& landing);
+  void finish(const Landing& landing);
   void check_parameter(std::uint32_t parameter, const std::vector<std::uint64_t>& versions,
                        std::string_view when);
   void start_update(const StartUpdate& start);
@@ -94,6 +117,7 @@ class SimWorker final : TransportSink, ControlSink {
   std::vector<std::vector<std::byte>> parameters_;
   std::vector<std::byte> receive_ring_;
   std::map<ReadToken, Transfer> transfers_;
+  std::map<ReadToken, std::shared_ptr<Landing>> direct_reads_;
   ReadToken next_token_ = 1;
   std::set<std::uint32_t> scattering_slots_;
   NameSet names_;
@@ -102,7 +126,7 @@ class SimWorker final : TransportSink, ControlSink {
   std::map<std::uint32_t, const Chunk*> chunks_;                // of it, by chunk id
   std::vector<std::uint64_t> versions_;  // by name: what modules hold that are current, or will when they are
   std::set<std::pair<std::uint32_t, std::uint32_t>> signalled_, confirmed_;  // (producer, group), this sync
-  std::uint64_t pulls_ = 0, mapped_chunks_ = 0;
+  std::uint64_t pulls_ = 0, mapped_chunks_ = 0, direct_chunks_ = 0, summed_keys_ = 0;
 };
 
 }  // namespace shardpull::sim

@@ -80,6 +80,7 @@ class Fleet {
     report.syncs_completed = syncs_completed_;
     report.syncs_failed = syncs_failed_;
     report.syncs_refused = syncs_refused_;
+    report.syncs_corrupt = syncs_corrupt_;
     for (const auto& trainer : trainers_) {
       report.packs += trainer->producer().packs();
       report.kept_early += trainer->producer().drops().kept_early;
@@ -91,6 +92,8 @@ class Fleet {
     for (const auto& worker : workers_) {
       report.pulls += worker->pulls();
       report.mapped_chunks += worker->mapped_chunks();
+      report.direct_chunks += worker->direct_chunks();
+      report.summed_keys += worker->summed_keys();
     }
   }
 
@@ -183,8 +186,16 @@ class Fleet {
       }
       return check_modules(names);
     }
-    if (!world_.struck() || why.message().find("simulated") == std::string::npos) {
+    const auto says = [&](std::string_view what) { return why.message().find(what) != std::string::npos; };
+    const bool corrupt = why.info().reason == Reason::kCorrupt;
+    if (!world_.struck() || !(corrupt || says("simulated")))
       return world_.broken("a sync failed by itself: {}", why.to_string());
+    if (corrupt) {
+      ++syncs_corrupt_;
+      if (why.code() != StatusCode::kDataLoss || !says(": chunk ") || !says("from trainer ") ||
+          !why.info().peer.starts_with("trainer ") || why.info().tensor.empty()) {
+        world_.broken("a flipped bit was found with: {}", why.to_string());
+      }
     }
     for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
       if (trainers_[r]->returned()->ok())
@@ -209,7 +220,7 @@ class Fleet {
   World& world_;
   const SimModel& model_;
   SlotReaders readers_;
-  std::uint32_t syncs_completed_ = 0, syncs_failed_ = 0, syncs_refused_ = 0;
+  std::uint32_t syncs_completed_ = 0, syncs_failed_ = 0, syncs_refused_ = 0, syncs_corrupt_ = 0;
   std::vector<std::vector<std::uint64_t>> versions_;  // by worker and name: of the last commit that moved it
   std::vector<std::vector<ModuleState>> states_;      // by worker and module: before the sync
   std::vector<std::uint32_t> peaks_;                  // by trainer
@@ -249,7 +260,7 @@ SimOptions SimOptions::draw(std::uint64_t seed) {
   options.lookahead = one_of({0, 1, 3});
   options.layers = one_of({2, 3, 5});
   options.holdings = static_cast<Holdings>(random.below(kHoldings));
-  options.path = static_cast<PathPolicy>(random.below(3));
+  options.path = static_cast<PathPolicy>(random.below(4));
   options.max_chunk_bytes = one_of({0, 256, 512, 1024});
   options.chunk_split = one_of({1, 1, 3});
   options.pull_split = one_of({1, 1, 2});
@@ -258,6 +269,9 @@ SimOptions SimOptions::draw(std::uint64_t seed) {
   options.degraded = options.replicas > 1 && random.chance(0.3);
   options.partial = random.chance(0.5);
   options.resident = random.chance(0.4);
+  if (options.path == PathPolicy::kPacked || options.path == PathPolicy::kDirect)
+    options.transport = random.chance(0.6) ? TransportKind::kTcp : TransportKind::kShm;
+  options.integrity = static_cast<Integrity>(random.below(3));
   return options;
 }
 
@@ -265,13 +279,15 @@ std::string to_string(const SimOptions& o) {
   return fmt::format(
       "trainers={} tp={} pp={} replicas={} ring_depth={} lookahead={} layers={} syncs={} holdings={} path={} "
       "max_chunk_bytes={} "
-      "chunk_split={} pull_split={} tied={} share_slots={} degraded={} failures={} partial={} resident={}",
+      "chunk_split={} pull_split={} tied={} share_slots={} degraded={} failures={} partial={} resident={} "
+      "transport={} integrity={} corruption={}",
       o.trainers, o.tp, o.pp, o.replicas, o.ring_depth, o.lookahead, o.layers, o.syncs, to_string(o.holdings),
       o.path == PathPolicy::kAuto     ? "auto"
       : o.path == PathPolicy::kPacked ? "packed"
-                                      : "mapped",
+      : o.path == PathPolicy::kMapped ? "mapped"
+                                      : "direct",
       o.max_chunk_bytes, o.chunk_split, o.pull_split, o.tied, o.share_slots, o.degraded, o.failures,
-      o.partial, o.resident);
+      o.partial, o.resident, to_string(o.transport), to_string(o.integrity), o.corruption);
 }
 
 SimReport simulate(std::uint64_t seed, const SimOptions& options) {
@@ -301,6 +317,9 @@ SimReport simulate(std::uint64_t seed, const SimOptions& options) {
       names = model->half_a_module();
     } else if (options.failures && sync_id < options.syncs && world.random().chance(0.5)) {
       world.arm(static_cast<Failure>(world.random().below(kFailures)), world.random().below(12));
+    } else if (options.corruption && sync_id < options.syncs && world.random().chance(0.6)) {
+      world.arm(world.random().chance(0.5) ? Failure::kSlotBit : Failure::kArrivedBit,
+                world.random().below(12));
     }
     going = fleet.sync(sync_id, 100 + sync_id, live, names);
   }

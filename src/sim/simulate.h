@@ -37,7 +37,8 @@ struct SimOptions {
   std::uint32_t syncs = 3;
   Holdings holdings = Holdings::kEverybody;
   PathPolicy path =
-      PathPolicy::kAuto;  // auto: only some ranks' large tensors can be mapped, so that lanes carry both
+      PathPolicy::kAuto;  // auto, direct: only some ranks' large tensors can be read in place, so that lanes
+                          // carry both
   std::uint64_t max_chunk_bytes = 512;
   std::uint32_t chunk_split = 1, pull_split = 1;
   bool tied = false;        // the head is the embedding: one name feeds two modules
@@ -47,6 +48,9 @@ struct SimOptions {
                             // ask for half of a module
   bool partial = false;     // about every second sync but the last moves some names only
   bool resident = false;    // about every second rank publishes in place, without credit
+  TransportKind transport = TransportKind::kShm;  // what the tables say; mapped paths need kShm
+  Integrity integrity = Integrity::kOff;
+  bool corruption = false;  // a bit is flipped in about every second sync but the last
 
   // Settings drawn from a seed, K of 1, 2, 4, lookahead of 0, 1, 3 and all paths among them.
   static SimOptions draw(std::uint64_t seed);
@@ -62,7 +66,9 @@ struct SimReport {
   std::uint32_t syncs_partial = 0;  // of some names, completed or not
   std::uint64_t events = 0;
   std::int64_t simulated_ns = 0;
-  std::uint64_t packs = 0, pulls = 0, mapped_chunks = 0;
+  std::uint32_t syncs_corrupt = 0;  // of those that failed: a bit was flipped
+  std::uint64_t packs = 0, pulls = 0, mapped_chunks = 0, direct_chunks = 0;
+  std::uint64_t summed_keys = 0;        // compared by workers
   std::uint64_t kept_early = 0;         // messages that came before their sync had begun on a rank
   std::uint32_t peak_resident = 0;      // groups on one trainer with credit
   std::uint32_t peak_in_place = 0;      // groups on one resident trainer

@@ -81,13 +81,23 @@ void World::arm(Failure kind, std::uint64_t spared) {
   spared_ = spared;
 }
 
-Status World::outcome_of(Failure kind) {
-  static constexpr const char* kNames[kFailures] = {"source", "pack", "transfer", "scatter", "hook"};
-  if (!armed_ || kind != kind_ || spared_-- != 0) return {};
+bool World::strikes(Failure kind) {
+  if (!armed_ || kind != kind_ || spared_-- != 0) return false;
   armed_ = false;
   struck_ = true;
   trace("failure", static_cast<int>(kind));
+  return true;
+}
+
+Status World::outcome_of(Failure kind) {
+  static constexpr const char* kNames[kFailures] = {"source", "pack", "transfer", "scatter", "hook"};
+  if (!strikes(kind)) return {};
   return Status(StatusCode::kInternal, fmt::format("a simulated {} failure", kNames[static_cast<int>(kind)]));
+}
+
+void World::maybe_flip(Failure kind, std::span<std::byte> bytes) {
+  if (bytes.empty() || !strikes(kind)) return;
+  bytes[random_.below(bytes.size())] ^= static_cast<std::byte>(1 << random_.below(8));
 }
 
 void World::note_broken(std::string what) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -22,9 +23,10 @@
 
 namespace shardpull::sim {
 
-// Where a sync can be made to fail.
-enum class Failure : std::uint8_t { kSource, kPack, kTransfer, kScatter, kHook };
-inline constexpr std::uint8_t kFailures = 5;
+// Where a sync can be made to fail. The last two flip one bit, of a packed key in its serve slot before anybody
+// reads it, or of a key that a worker has just read or copied out of a mapping.
+enum class Failure : std::uint8_t { kSource, kPack, kTransfer, kScatter, kHook, kSlotBit, kArrivedBit };
+inline constexpr std::uint8_t kFailures = 5;  // that need no checksum to be found
 
 // Confined to one thread.
 class World {
@@ -71,6 +73,8 @@ class World {
   void disarm() { armed_ = false; }
   // The status of a step of this kind: an error when it is the one to fail. Its message names the kind.
   Status outcome_of(Failure kind);
+  // Flips a random bit of `bytes` when this step, of one of the two kinds that do so, is the one to fail.
+  void maybe_flip(Failure kind, std::span<std::byte> bytes);
   bool struck() const { return struck_; }  // since the last arm()
 
   // A rule of the system was broken. The run ends at the first one.
@@ -84,6 +88,7 @@ class World {
   void mix(std::uint64_t value) { hash_ = splitmix64(hash_ ^ value); }
   void note_broken(std::string what);
   bool step(std::int64_t deadline_ns);
+  bool strikes(Failure kind);
 
   FakeClock clock_;
   Random random_;

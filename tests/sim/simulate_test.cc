@@ -60,12 +60,63 @@ TEST(Simulate, SyncsOfSomeNamesAndResidentRanks) {
   EXPECT_GT(without_credit, 0u) << "a resident rank publishes more than a rank with credit could hold";
 }
 
+SimOptions with_sums(PathPolicy path) {
+  SimOptions options;
+  options.path = path;
+  options.replicas = 2;
+  options.trainers = 3;
+  options.pull_split = 2;
+  options.transport = path == PathPolicy::kMapped ? TransportKind::kShm : TransportKind::kTcp;
+  options.integrity = path == PathPolicy::kMapped ? Integrity::kFull : Integrity::kWire;
+  options.corruption = true;
+  options.syncs = 6;
+  return options;
+}
+
+// A flipped bit, in a serve slot or in what has just arrived on any path, fails the sync everywhere, and the
+// next one is exact.
+TEST(Simulate, AFlippedBitIsFoundOnEveryPath) {
+  for (const PathPolicy path : {PathPolicy::kPacked, PathPolicy::kMapped, PathPolicy::kDirect}) {
+    std::uint32_t corrupt = 0;
+    std::uint64_t on_path = 0;
+    for (std::uint64_t seed = 701; seed <= 712; ++seed) {
+      SimOptions options = with_sums(path);
+      options.partial = options.resident = seed % 2 == 0;
+      const SimReport report = simulate(seed, options);
+      ASSERT_TRUE(report.violations.empty())
+          << "seed " << seed << ", " << to_string(options) << "\n  " << report.violations.front();
+      EXPECT_EQ(report.syncs_failed, report.syncs_corrupt);
+      EXPECT_GT(report.summed_keys, 0u);
+      corrupt += report.syncs_corrupt;
+      on_path += path == PathPolicy::kMapped ? report.mapped_chunks
+                 : path == PathPolicy::kDirect ? report.direct_chunks
+                                               : report.packs;
+    }
+    EXPECT_GE(corrupt, 12u) << to_string(with_sums(path));
+    EXPECT_GT(on_path, 0u);
+  }
+}
+
+// The simulator notices the flipped bit itself: without sums it ends in a parameter.
+TEST(Simulate, AFlippedBitWithoutSumsIsAViolation) {
+  for (const PathPolicy path : {PathPolicy::kPacked, PathPolicy::kMapped, PathPolicy::kDirect}) {
+    std::uint32_t found = 0;
+    for (std::uint64_t seed = 701; seed <= 704; ++seed) {
+      SimOptions options = with_sums(path);
+      options.integrity = Integrity::kOff;
+      found += simulate(seed, options).violations.empty() ? 0 : 1;
+    }
+    EXPECT_GE(found, 2u) << to_string(with_sums(path));
+  }
+}
+
 // Every depth, lookahead and path, whatever the seeds draw.
 TEST(Simulate, EveryDepthLookaheadAndPath) {
   std::uint64_t seed = 1000;
   for (const std::uint32_t ring_depth : {1u, 2u, 4u}) {
     for (const std::uint32_t lookahead : {0u, 1u, 3u}) {
-      for (const PathPolicy path : {PathPolicy::kPacked, PathPolicy::kMapped, PathPolicy::kAuto}) {
+      for (const PathPolicy path :
+           {PathPolicy::kPacked, PathPolicy::kMapped, PathPolicy::kDirect, PathPolicy::kAuto}) {
         SimOptions options;
         options.ring_depth = ring_depth;
         options.lookahead = lookahead;
@@ -93,7 +144,7 @@ TEST(Simulate, AChunkMayComeFromSeveralProducers) {
   options.tp = 2;
   options.max_chunk_bytes = 0;
   options.pull_split = 3;
-  for (const PathPolicy path : {PathPolicy::kPacked, PathPolicy::kMapped}) {
+  for (const PathPolicy path : {PathPolicy::kPacked, PathPolicy::kMapped, PathPolicy::kDirect}) {
     options.path = path;
     expect_clean(6, options);
   }
@@ -139,6 +190,8 @@ TEST(Simulate, TheSeedsCoverTheirSettings) {
   std::set<std::uint32_t> depths, lookaheads, trainers, workers;
   std::set<Holdings> holdings;
   std::set<PathPolicy> paths;
+  std::set<Integrity> integrities;
+  std::set<TransportKind> transports;
   std::uint64_t early = 0;
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
     const SimOptions options = SimOptions::draw(seed);
@@ -148,6 +201,8 @@ TEST(Simulate, TheSeedsCoverTheirSettings) {
     workers.insert(options.tp * options.pp * options.replicas);
     holdings.insert(options.holdings);
     paths.insert(options.path);
+    integrities.insert(options.integrity);
+    transports.insert(options.transport);
     if (early == 0) early = simulate(seed, options).kept_early;
   }
   EXPECT_EQ(depths.size(), 3u);
@@ -155,7 +210,9 @@ TEST(Simulate, TheSeedsCoverTheirSettings) {
   EXPECT_EQ(trainers.size(), 4u);
   EXPECT_GE(workers.size(), 4u);
   EXPECT_EQ(holdings.size(), std::size_t{kHoldings});
-  EXPECT_EQ(paths.size(), 3u);
+  EXPECT_EQ(paths.size(), 4u);
+  EXPECT_EQ(integrities.size(), 3u);
+  EXPECT_EQ(transports.size(), 2u);
   EXPECT_GT(early, 0u) << "messages that come before their sync has begun on a rank";
 }
 

@@ -29,6 +29,8 @@
 
 namespace shardpull {
 
+inline constexpr std::uint32_t kMaxUcxWorkers = 16;
+
 struct UcxOptions {
   FleetToken token = 0;
   Incarnation incarnation = 0;  // this process's
@@ -40,6 +42,7 @@ struct UcxOptions {
   std::string host = "127.0.0.1";
   std::uint16_t port = 0;  // 0: any free one
   std::string interface;   // "eth0", or a list of UCX's device names; empty: see `host`
+  std::uint32_t workers = 1;  // 1..kMaxUcxWorkers
   enum class Reads {
     kAuto,  // one-sided where UCX connected by RDMA
     kSent,  // the owner sends
