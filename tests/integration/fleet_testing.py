@@ -1,6 +1,7 @@
 """Starts the shardpull command for tests and checks that it leaves nothing behind."""
 
 import contextlib
+import ctypes
 import json
 import os
 import pathlib
@@ -141,7 +142,7 @@ class FleetTest(unittest.TestCase):
         self.assertEqual([(pid, command_words(pid)) for pid in left], [], "processes are left")
         self.assertEqual([p.name for p in self.temporary.iterdir() if p.name.startswith("shardpull-run-")], [], "a run directory is left")
         left = set(os.listdir("/dev/shm")) - self.shm_before
-        # Tests of the ucx transport, which these commands do not use, may be running beside this one.
+        # UCX's own, of tests that run beside this one.
         left = {name for name in left if not name.startswith("ucx_shm_posix_")}
         self.assertEqual(left, set(), "shared memory files are left")
         self.assertEqual([str(p) for p in self.directory.rglob("core*") if p.is_file()], [], "a core file is left")
@@ -166,6 +167,30 @@ class FleetTest(unittest.TestCase):
             self.assertGreater(sync["bytes_kept"], 0)
             self.assertLessEqual(sync["bytes_moved"] - sync["padding_bytes"], 1.001 * sync["bytes_kept"])
         return report
+
+
+def has_cma():
+    """Whether a process may read its child's memory here, as transport cma needs."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    buffer = ctypes.create_string_buffer(b"readable")
+    target = ctypes.create_string_buffer(len(buffer))
+
+    class Vector(ctypes.Structure):
+        _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+    local = Vector(ctypes.addressof(target), len(target))
+    remote = Vector(ctypes.addressof(buffer), len(buffer))
+    ready, keep = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(keep)
+        os.read(ready, 1)
+        os._exit(0)
+    os.close(ready)
+    got = libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+    os.close(keep)
+    os.waitpid(pid, 0)
+    return got == len(target)
 
 
 def has_numpy():

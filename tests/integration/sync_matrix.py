@@ -5,7 +5,7 @@ import json
 import random
 import subprocess
 
-from fleet_testing import PYTHON, SOURCE_DIR
+from fleet_testing import PYTHON, SOURCE_DIR, has_cma
 
 # family: (shape, flags)
 FAMILIES = {
@@ -26,7 +26,8 @@ AXES = {
     "trainer": ("pp=1", "pp=2", "pp=3", "ep=2", "fsdp=2", "fsdp=3", "fsdp=8", "pp=2,ep=2", "pp=2,fsdp=2"),
     "inference": ("tp=1", "tp=2", "tp=4", "ep=2", "ep=4", "tp=2,dp=2,ep=4", "tp=2,pp=2", "tp=2,replicas=2", "tp=1,replicas=3"),
     "publish": ("gather", "resident"),
-    "path": ("packed", "mapped"),
+    "path": ("packed", "mapped", "direct"),
+    "transport": ("shm", "cma", "tcp") if has_cma() else ("shm", "tcp"),
     "lookahead": (0, 1, 3),
     "ring_depth": (1, 2, 4),
     "split": ((1, 1), (3, 1), (1, 2), (2, 3)),
@@ -34,17 +35,21 @@ AXES = {
 
 
 def legal(point):
-    """The BERT family has neither pipeline stages nor experts; it is tried on tp alone."""
-    return point["family"] != "bert" or point["inference"] in ("tp=1", "tp=2", "tp=2,replicas=2", "tp=1,replicas=3")
+    """Only shm maps. The BERT family has neither pipeline stages nor experts; it is tried on tp alone."""
+    if point.get("path") == "mapped" and point.get("transport") not in ("shm", None):
+        return False
+    return point.get("family") != "bert" or point["inference"] in ("tp=1", "tp=2", "tp=2,replicas=2", "tp=1,replicas=3")
 
 
-def full_points(fixed=("vocab", "lookahead", "ring_depth", "split")):
+def full_points(fixed=("vocab", "transport", "lookahead", "ring_depth", "split")):
     """Every combination of the other axes; those in `fixed` take a value from each point's own place in the list."""
     free = [axis for axis in AXES if axis not in fixed]
     for number, values in enumerate(itertools.product(*(AXES[axis] for axis in free))):
         point = dict(zip(free, values))
         draw = random.Random(number)
         point.update({axis: draw.choice(AXES[axis]) for axis in fixed})
+        if point["path"] == "mapped":
+            point["transport"] = "shm"
         if legal(point):
             yield {axis: point[axis] for axis in AXES}
 
@@ -58,6 +63,7 @@ def settings_points():
         inference=("tp=1", "tp=2", "tp=4", "tp=2,pp=2"),
         publish=("gather",),
         split=((1, 1),),
+        transport=("shm",),
     )
     for number, values in enumerate(itertools.product(*few.values())):
         point = dict(zip(few, values))
@@ -76,7 +82,7 @@ def pairwise_points():
     missing = set()
     for a, b in itertools.combinations(AXES, 2):
         for x, y in itertools.product(AXES[a], AXES[b]):
-            if a == "family" and b == "inference" and not legal({a: x, b: y}):
+            if (a, b) in (("family", "inference"), ("path", "transport")) and not legal({a: x, b: y}):
                 continue
             missing.add(((a, x), (b, y)))
     chosen = []
@@ -109,6 +115,7 @@ def model_of(test, point, cache):
 def run_point(test, point, model, syncs, *flags):
     return test.run_command(
         "sync", "--model", model, "--trainer", point["trainer"], "--inference", point["inference"], "--path", point["path"],
+        "--transport", point["transport"],
         "--publish", point["publish"], "--chunk-split", point["split"][0], "--pull-split", point["split"][1],
         "--lookahead", point["lookahead"], "--ring-depth", point["ring_depth"], "--syncs", syncs, "--verify", "--json", *flags)
 
