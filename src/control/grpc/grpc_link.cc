@@ -18,6 +18,7 @@
 #include "base/units.h"
 #include "base/unix_socket.h"
 #include "control/grpc/codec.h"
+#include "control/grpc/foreign_service.h"
 #include "control/grpc/frame_stream.h"
 #include "control/grpc/grpc_control.h"
 #include "shardpull/slice.h"
@@ -76,6 +77,10 @@ Result<GrpcTarget> grpc_target(const std::string& address) {
       {.reason = Reason::kBadArgument});
 }
 
+std::string describe_grpc() {
+  return fmt::format("gRPC {}", grpc_version_string());
+}
+
 void prepare_grpc() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -104,6 +109,9 @@ Status member_gone(const Member& member, std::string_view why, Reason reason) {
 namespace {
 
 constexpr std::int64_t kRetryNs = 100 * kNanosPerMilli;
+// How long something that accepts connections may be silent. A gRPC server speaks at once, on threads of its
+// own.
+constexpr std::int64_t kForeignNs = 3 * kNanosPerSecond;
 
 gpr_timespec in_ns(std::int64_t ns) {
   return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_nanos(ns, GPR_TIMESPAN));
@@ -329,6 +337,10 @@ Status GrpcLink::connect() {
     if (left_ns <= 0) break;
     // True to its name, but for a hub that is not there yet: then it returns at the time limit.
     if (!channel_->WaitForConnected(in_ns(std::min(left_ns, kNanosPerSecond)))) {
+      if (target_.path.empty()) {
+        const Status foreign = check_no_foreign_service(target_.addresses[aimed], kForeignNs);
+        if (!foreign.ok()) return foreign.with_context(fmt::format("no control hub at \"{}\"", target_.shown));
+      }
       if (target_.targets.size() > 1) aim(aimed = (aimed + 1) % target_.targets.size());
       continue;
     }

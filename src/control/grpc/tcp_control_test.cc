@@ -4,8 +4,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -177,6 +179,36 @@ TEST(TcpControl, RefusesAnotherToken) {
   const Status refused = connect_grpc_control(other, at_worker).status();
   EXPECT_EQ(refused.code(), StatusCode::kUnauthenticated);
   EXPECT_THAT(refused.message(), HasSubstr(address));
+}
+
+// Goal: another service at the address is found out within seconds, however long the fleet may take to appear.
+TEST(TcpControl, Case125_another_service_is_named) {
+  const std::string http = "HTTP/1.0 400 Bad Request\r\nServer: x\r\n\r\n";
+  for (const std::string& answer : {http, std::string("SSH-2.0-x\r\n"), std::string()}) {
+    SCOPED_TRACE(answer);
+    const Reserved taken = reserve(AF_INET);
+    ASSERT_EQ(listen(taken.fd.get(), 8), 0);
+    std::atomic<bool> over{false};
+    std::thread service([&] {
+      std::vector<UniqueFd> connections;
+      while (!over) {
+        pollfd waiting{taken.fd.get(), POLLIN, 0};
+        if (poll(&waiting, 1, 20) <= 0) continue;
+        connections.emplace_back(accept4(taken.fd.get(), nullptr, nullptr, SOCK_CLOEXEC));
+        if (!answer.empty()) {
+          EXPECT_GE(send(connections.back().get(), answer.data(), answer.size(), MSG_NOSIGNAL), 0);
+        }
+      }
+    });
+    Counter at_worker;
+    const Status refused =
+        connect_grpc_control(at("127.0.0.1:" + std::to_string(taken.port), kWorker0), at_worker).status();
+    over = true;
+    service.join();
+    EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition) << refused.message();
+    EXPECT_THAT(refused.message(), HasSubstr(answer.empty() ? "no hello" : "not speak our protocol"));
+    EXPECT_THAT(refused.message(), HasSubstr(answer.substr(0, answer.find('\r'))));
+  }
 }
 
 }  // namespace
