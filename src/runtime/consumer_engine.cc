@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "plan/integrity.h"
+#include "protocol/key_sums.h"
 #include "tensor/shape.h"
 
 namespace shardpull {
@@ -59,6 +60,19 @@ void for_each_run(const CopyProgram& program, Visit visit) {
   for (const CopyNest& nest : program.nests) {
     if (!for_each_run(nest, 0, nest.src_offset, nest.dst_offset, visit)) return;
   }
+}
+
+// The packed bytes of a scatter's key, as a destination.
+PlannedScatter into_window(const Chunk& chunk, const PlannedScatter& scatter) {
+  const ChunkKey& key = chunk.keys[scatter.key];
+  return {scatter.key,
+          {scatter.destination.parameter, key.wire_dtype, 0, {key.slice.numel()}, {1}}};
+}
+
+std::vector<std::uint64_t> sums_by_key(const consumer_action::StartCopy& action) {
+  std::vector<std::uint64_t> sums;  // runs lie in the order of the chunk's keys
+  for (const ReadyInfo& ready : action.ready) sums.insert(sums.end(), ready.sums.begin(), ready.sums.end());
+  return sums;
 }
 
 // Reads that one key may take: a guard, as a key of the direct path is planned as one.
@@ -136,6 +150,16 @@ Status ConsumerEngine::prepare() {
         receive_ring_,
         LandingMemory::allocate(ring_bytes, "receive ring", "a smaller max_chunk_bytes or ring_depth"));
   }
+  std::uint64_t window_bytes = 0;
+  for (const Chunk& chunk : plan_->chunks) {
+    if (chunk.path != Path::kMapped || !summed(*tables_, chunk.path)) continue;
+    for (const ChunkKey& key : chunk.keys) window_bytes = std::max(window_bytes, key.bytes);
+  }
+  if (window_bytes != 0) {
+    SHARDPULL_ASSIGN_OR_RETURN(sum_window_,
+                               LandingMemory::allocate(window_bytes, "window that mapped keys are summed in",
+                                                       "integrity wire, or a smaller max_chunk_bytes"));
+  }
   return {};
 }
 
@@ -155,8 +179,15 @@ Status ConsumerEngine::prepare_chunk(const Chunk& chunk, PreparedChunk& prepared
   std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>> entries;
   for (const Run& run : chunk.runs) entries.push_back(entry_order(chunk, run));
   for (const ChunkKey& key : chunk.keys) prepared.key_bytes += key.bytes;
+  const bool by_window = chunk.path == Path::kMapped && summed(*tables_, chunk.path);
+  if (by_window) prepared.gathers.resize(chunk.keys.size());
   for (const PlannedScatter& scatter : chunk.scatters) {
-    SHARDPULL_ASSIGN_OR_RETURN(PreparedCopy copy, prepare_copy(chunk, scatter, entries));
+    SHARDPULL_ASSIGN_OR_RETURN(
+        PreparedCopy copy, prepare_copy(chunk, scatter, chunk.path == Path::kPacked || by_window, entries));
+    if (by_window) {
+      SHARDPULL_ASSIGN_OR_RETURN(prepared.gathers[copy.key],
+                                 prepare_copy(chunk, into_window(chunk, scatter), false, entries));
+    }
     prepared.copies.push_back(std::move(copy));
   }
   for (const std::uint32_t module : chunk.materialise) {
@@ -177,7 +208,7 @@ Status ConsumerEngine::prepare_chunk(const Chunk& chunk, PreparedChunk& prepared
 }
 
 Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
-    const Chunk& chunk, const PlannedScatter& scatter,
+    const Chunk& chunk, const PlannedScatter& scatter, bool packed,
     const std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>>& entries) {
   const ChunkKey& key = chunk.keys[scatter.key];
   PreparedCopy copy;
@@ -194,7 +225,7 @@ Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
   const Region destination = destination_region(scatter.destination);
   SourceLayout layout;
   Slice slice;
-  if (chunk.path == Path::kPacked) {
+  if (packed) {
     slice = Slice::whole(key.slice.numel());
     layout = SourceLayout::contiguous(key.wire_dtype, key.slice.numel());
   } else {
@@ -383,6 +414,7 @@ void ConsumerEngine::on_read_done(ReadToken token, const Status& status) {
     if (reads->status.ok()) reads->status = status;
     if (--reads->left != 0) return;
     copy_ns_ += static_cast<std::uint64_t>(progress_.clock().now_ns() - reads->started_ns);
+    if (reads->status.ok() && !reads->sums.empty()) return check_direct(reads);
     return scatter_done(reads->sync_id, reads->chunk, reads->status);
   }
   const auto found = transfers_.find(token);
@@ -477,18 +509,28 @@ void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
   const std::uint64_t sync_id = machine_.sync_id();
   const std::uint32_t chunk_id = action.chunk;
   const std::byte* const slot = receive_ring_.data() + action.slot * plan_->receive_slot_bytes;
-  copies_.post([this, sync_id, chunk_id, slot, plan = running_] {
+  copies_.post([this, sync_id, chunk_id, slot, sums = action.sums, plan = running_] {
     const PreparedChunk& prepared = plan->chunks[chunk_id];
     run_fills(prepared);
+    Status status;
+    std::vector<bool> checked(sums.size());  // by key: one may have several destinations
     for (const PreparedCopy& copy : prepared.copies) {
-      run(copy.program, slot + prepared.chunk->keys[copy.key].offset, parameters_[copy.parameter]->memory());
+      const std::byte* const packed = slot + prepared.chunk->keys[copy.key].offset;
+      if (!sums.empty() && !checked[copy.key]) {
+        status = check_key(*prepared.chunk, copy, packed, sums);
+        if (!status.ok()) break;
+        checked[copy.key] = true;
+      }
+      run(copy.program, packed, parameters_[copy.parameter]->memory());
     }
-    progress_.post([this, sync_id, chunk_id] {
-      drive([&](std::int64_t now, ConsumerActions& out) {
-        machine_.scatter_done(now, sync_id, chunk_id, Status(), out);
-      });
-    });
+    progress_.post([this, sync_id, chunk_id, status] { scatter_done(sync_id, chunk_id, status); });
   });
+}
+
+Status ConsumerEngine::check_key(const Chunk& chunk, const PreparedCopy& copy, const std::byte* bytes,
+                                 const std::vector<std::uint64_t>& sums) const {
+  const ChunkKey& key = chunk.keys[copy.key];
+  return check_sum(*tables_, key, chunk.runs[copy.run].producer, {bytes, key.bytes}, sums[copy.key]);
 }
 
 void ConsumerEngine::scatter_done(std::uint64_t sync_id, std::uint32_t chunk_id, const Status& status) {
@@ -566,25 +608,49 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
       scatter_done(sync_id, chunk_id, why);
     });
   } else if (chunk.path == Path::kDirect) {
-    read_direct(action.chunk, *sources);
+    read_direct(action.chunk, *sources, sums_by_key(action));
   } else {
-    copy_mapped(action.chunk, std::move(*sources));
+    copy_mapped(action.chunk, std::move(*sources), sums_by_key(action));
   }
 }
 
-void ConsumerEngine::copy_mapped(std::uint32_t chunk_id, std::vector<std::vector<PublishedSource>> sources) {
-  copies_.post([this, sync_id = machine_.sync_id(), chunk_id, sources = std::move(sources), plan = running_] {
+Status ConsumerEngine::copy_one(PreparedChunk& prepared, std::size_t c,
+                                const std::vector<std::vector<PublishedSource>>& sources,
+                                const std::vector<std::uint64_t>& sums, std::int64_t& held) const {
+  PreparedCopy& copy = prepared.copies[c];
+  const Chunk& chunk = *prepared.chunk;
+  const PlannedScatter& scatter = chunk.scatters[c];
+  const PublishedSource& source = sources[copy.run][copy.entry];
+  std::byte* const memory = parameters_[copy.parameter]->memory();
+  if (sums.empty()) {
+    SHARDPULL_ASSIGN_OR_RETURN(const CopyProgram* const program, program_for(copy, source, chunk, scatter));
+    run(*program, source.mapping.data, memory);
+    return {};
+  }
+  std::byte* const window = sum_window_.data();
+  if (held != copy.key) {
+    SHARDPULL_ASSIGN_OR_RETURN(
+        const CopyProgram* const gather,
+        program_for(prepared.gathers[copy.key], source, chunk, into_window(chunk, scatter)));
+    run(*gather, source.mapping.data, window);
+    SHARDPULL_RETURN_IF_ERROR(check_key(chunk, copy, window, sums));
+    held = copy.key;
+  }
+  run(copy.program, window, memory);
+  return {};
+}
+
+void ConsumerEngine::copy_mapped(std::uint32_t chunk_id, std::vector<std::vector<PublishedSource>> sources,
+                                 std::vector<std::uint64_t> sums) {
+  copies_.post([this, sync_id = machine_.sync_id(), chunk_id, sources = std::move(sources),
+                sums = std::move(sums), plan = running_] {
     PreparedChunk& prepared = plan->chunks[chunk_id];
     const std::int64_t started = progress_.clock().now_ns();
     run_fills(prepared);
     Status status;
-    for (std::size_t c = 0; c < prepared.copies.size() && status.ok(); ++c) {
-      PreparedCopy& copy = prepared.copies[c];
-      const PublishedSource& source = sources[copy.run][copy.entry];
-      const auto program = program_for(copy, source, *prepared.chunk, prepared.chunk->scatters[c]);
-      status = program.status();
-      if (status.ok()) run(**program, source.mapping.data, parameters_[copy.parameter]->memory());
-    }
+    std::int64_t held = -1;
+    for (std::size_t c = 0; c < prepared.copies.size() && status.ok(); ++c)
+      status = copy_one(prepared, c, sources, sums, held);
     const std::int64_t ended = progress_.clock().now_ns();
     if (status.ok()) progress_.transport().add_mapped_bytes(prepared.key_bytes);
     progress_.post([this, sync_id, chunk_id, status, busy = ended - started] {
@@ -635,7 +701,8 @@ Status ConsumerEngine::direct_parts(PreparedChunk& prepared,
 }
 
 void ConsumerEngine::read_direct(std::uint32_t chunk_id,
-                                 const std::vector<std::vector<PublishedSource>>& sources) {
+                                 const std::vector<std::vector<PublishedSource>>& sources,
+                                 std::vector<std::uint64_t> sums) {
   PreparedChunk& prepared = running_->chunks[chunk_id];
   const std::uint64_t sync_id = machine_.sync_id();
   std::vector<std::vector<ReadPart>> by_run;
@@ -644,19 +711,21 @@ void ConsumerEngine::read_direct(std::uint32_t chunk_id,
     progress_.post([this, sync_id, chunk_id, wrong] { scatter_done(sync_id, chunk_id, wrong); });
     return;
   }
-  if (prepared.fills.empty()) return start_reads(chunk_id, std::move(by_run));
+  if (prepared.fills.empty()) return start_reads(chunk_id, std::move(by_run), std::move(sums));
   // What the module's fills zero, its keys overwrite.
-  copies_.post([this, chunk_id, plan = running_, by_run = std::move(by_run)]() mutable {
+  copies_.post([this, chunk_id, plan = running_, by_run = std::move(by_run), sums = std::move(sums)]() mutable {
     run_fills(plan->chunks[chunk_id]);
-    progress_.post(
-        [this, chunk_id, by_run = std::move(by_run)]() mutable { start_reads(chunk_id, std::move(by_run)); });
+    progress_.post([this, chunk_id, by_run = std::move(by_run), sums = std::move(sums)]() mutable {
+      start_reads(chunk_id, std::move(by_run), std::move(sums));
+    });
   });
 }
 
-void ConsumerEngine::start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run) {
+void ConsumerEngine::start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run,
+                                 std::vector<std::uint64_t> sums) {
   const Chunk& chunk = *chunk_of(chunk_id);
-  auto reads = std::make_shared<DirectReads>(
-      DirectReads{machine_.sync_id(), chunk_id, by_run.size(), {}, progress_.clock().now_ns()});
+  auto reads = std::make_shared<DirectReads>(DirectReads{machine_.sync_id(), chunk_id, by_run.size(), {},
+                                                         progress_.clock().now_ns(), std::move(sums), running_});
   for (std::size_t r = 0; r < by_run.size(); ++r) {
     const ReadToken token = next_token_++;
     direct_reads_[token] = reads;
@@ -669,6 +738,21 @@ void ConsumerEngine::start_reads(std::uint32_t chunk_id, std::vector<std::vector
     }
     progress_.transport().read_parts(endpoint, std::move(by_run[r]), token);
   }
+}
+
+void ConsumerEngine::check_direct(const std::shared_ptr<DirectReads>& reads) {
+  copies_.post([this, reads] {
+    const PreparedChunk& prepared = reads->plan->chunks[reads->chunk];
+    Status status;
+    for (std::size_t c = 0; c < prepared.copies.size() && status.ok(); ++c) {
+      const PreparedCopy& copy = prepared.copies[c];
+      // A direct key is one run of its parameter: that of the program out of a contiguous source.
+      const std::byte* const landed =
+          parameters_[copy.parameter]->memory() + copy.program.nests.front().dst_offset;
+      status = check_key(*prepared.chunk, copy, landed, reads->sums);
+    }
+    progress_.post([this, reads, status] { scatter_done(reads->sync_id, reads->chunk, status); });
+  });
 }
 
 void ConsumerEngine::perform(const consumer_action::StartPost& action) {

@@ -73,7 +73,8 @@ class ConsumerEngine {
   void stop();
 
   const ConsumerMachine& machine() const { return machine_; }
-  std::uint64_t receive_ring_bytes() const { return receive_ring_.size(); }
+  // Receive slots, and the window that mapped keys are summed in.
+  std::uint64_t landing_bytes() const { return receive_ring_.size() + sum_window_.size(); }
   // Of the running or last sync.
   std::uint64_t bytes_moved() const { return bytes_moved_; }
   std::uint64_t update_ns() const { return update_ns_; }
@@ -84,8 +85,8 @@ class ConsumerEngine {
     std::uint32_t producer = 0;
     bool greeted = false;
   };
-  // One copy of a chunk, ready to run: `program` reads from the key's bytes (mapped: from the piece's first
-  // element).
+  // One copy of a chunk, ready to run: `program` reads from the key's packed bytes, or from the piece's first
+  // element (direct; mapped without sums).
   struct PreparedCopy {
     std::uint32_t key = 0;
     std::uint32_t entry = 0;  // mapped, direct: index into the run's ReadyInfo::entries
@@ -110,6 +111,7 @@ class ConsumerEngine {
   struct PreparedChunk {
     const Chunk* chunk = nullptr;  // null: the plan leaves it out
     std::vector<PreparedCopy> copies;
+    std::vector<PreparedCopy> gathers;  // mapped and summed: by key, out of the mapping into the window
     std::vector<PreparedFill> fills;
     std::vector<Module*> post_process;  // only modules with a hook
     std::uint64_t key_bytes = 0;
@@ -126,6 +128,8 @@ class ConsumerEngine {
     std::size_t left = 0;
     Status status;  // the first error
     std::int64_t started_ns = 0;
+    std::vector<std::uint64_t> sums;  // by key, or empty
+    std::shared_ptr<PreparedPlan> plan;
   };
   struct Transfer {
     std::uint64_t sync_id = 0;
@@ -136,8 +140,9 @@ class ConsumerEngine {
 
   Result<std::shared_ptr<PreparedPlan>> prepare_plan(std::shared_ptr<const WorkerPlan> plan);
   Status prepare_chunk(const Chunk& chunk, PreparedChunk& prepared);
+  // `packed`: out of the key's packed bytes, else out of the piece.
   Result<PreparedCopy> prepare_copy(
-      const Chunk& chunk, const PlannedScatter& scatter,
+      const Chunk& chunk, const PlannedScatter& scatter, bool packed,
       const std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>>& entries);
   // What the producers of a chunk's runs said of its sources, checked against the plan; by run and entry.
   Result<std::vector<std::vector<PublishedSource>>> published_sources(const consumer_action::StartCopy& action,
@@ -145,12 +150,25 @@ class ConsumerEngine {
   // The program of one copy out of `source`: the prepared one, or one for its strides, which is kept.
   Result<const CopyProgram*> program_for(PreparedCopy& copy, const PublishedSource& source, const Chunk& chunk,
                                          const PlannedScatter& scatter) const;
-  void copy_mapped(std::uint32_t chunk_id, std::vector<std::vector<PublishedSource>> sources);
-  void read_direct(std::uint32_t chunk_id, const std::vector<std::vector<PublishedSource>>& sources);
+  // `sums`: by key, or empty.
+  void copy_mapped(std::uint32_t chunk_id, std::vector<std::vector<PublishedSource>> sources,
+                   std::vector<std::uint64_t> sums);
+  // One copy out of a mapping, by way of the window where there are sums. `held`: the key in the window, -1:
+  // none.
+  Status copy_one(PreparedChunk& prepared, std::size_t copy,
+                  const std::vector<std::vector<PublishedSource>>& sources,
+                  const std::vector<std::uint64_t>& sums, std::int64_t& held) const;
+  void read_direct(std::uint32_t chunk_id, const std::vector<std::vector<PublishedSource>>& sources,
+                   std::vector<std::uint64_t> sums);
+  // Compares the sums of what has landed, on the copy thread, before the chunk counts as done.
+  void check_direct(const std::shared_ptr<DirectReads>& reads);
+  Status check_key(const Chunk& chunk, const PreparedCopy& copy, const std::byte* bytes,
+                   const std::vector<std::uint64_t>& sums) const;
   // Into `by_run`: what a direct chunk reads, neighbours together.
   Status direct_parts(PreparedChunk& prepared, const std::vector<std::vector<PublishedSource>>& sources,
                       std::vector<std::vector<ReadPart>>& by_run) const;
-  void start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run);
+  void start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run,
+                   std::vector<std::uint64_t> sums);
   void scatter_done(std::uint64_t sync_id, std::uint32_t chunk_id, const Status& status);
   void perform(ConsumerActions& actions);
   void perform(const consumer_action::SendPull& action);
@@ -186,6 +204,7 @@ class ConsumerEngine {
       part_;                               // of the whole plan, and of the last part of it that a sync ran
   std::shared_ptr<PreparedPlan> running_;  // one of the two
   LandingMemory receive_ring_;
+  LandingMemory sum_window_;  // the copy thread's: one key of a mapped chunk that is summed
   std::map<EndpointId, Endpoint> endpoints_;
   std::size_t greeted_ = 0;
   Status connect_error_;

@@ -581,7 +581,7 @@ Status Worker::send_message(const std::string& to, const std::string& topic, con
 }
 
 std::uint64_t Worker::engine_bytes() const {
-  return impl_->engine ? impl_->engine->receive_ring_bytes() : 0;
+  return impl_->engine ? impl_->engine->landing_bytes() : 0;
 }
 
 std::string Worker::plan_summary() const {
