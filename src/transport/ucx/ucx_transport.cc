@@ -49,6 +49,11 @@ constexpr std::int64_t kAcceptPauseNs = 100 * kNanosPerMilli;  // when the proce
 constexpr std::uint64_t kSocketBufferBytes = 4u << 20;
 constexpr unsigned kActiveMessage = 1;           // the one id of ours
 constexpr std::uint64_t kEagerReadBytes = 4096;  // smaller than a rendezvous is worth
+// Over TCP a rendezvous moves the same messages through the same buffers, and waits for the reader before each
+// fragment. So fragments are sent at once, each in one of UCX's segments, from which it is copied while the
+// caches still hold it.
+constexpr std::uint64_t kTcpFragmentBytes = 512u << 10;
+constexpr std::uint64_t kTcpSegmentBytes = kTcpFragmentBytes + (4u << 10);  // with the headers
 constexpr int kRoundsPerProgress = 256;          // of UCX's own progress, before what it brought is looked at
 constexpr std::size_t kMaxUnproven = 1024;       // accepted peers that have not said hello
 constexpr std::size_t kMaxServes = 65'536;       // reads of one peer waiting
@@ -109,11 +114,17 @@ bool has_rdma_lane(const UcxLibrary& ucx, ucp_ep_h handle) {
 class UcxTransport final : public Transport {
  public:
   UcxTransport(UcxOptions options, SocketAddress own, std::shared_ptr<UcxContext> context)
-      : options_(std::move(options)), own_(own), context_(std::move(context)), ucx_(context_->ucx) {}
+      : options_(std::move(options)),
+        tcp_(options_.transports == "tcp"),
+        eager_bytes_(tcp_ ? kTcpFragmentBytes : kEagerReadBytes),
+        fragment_bytes_(tcp_ ? std::min(options_.fragment_bytes, kTcpFragmentBytes) : options_.fragment_bytes),
+        own_(own),
+        context_(std::move(context)),
+        ucx_(context_->ucx) {}
   ~UcxTransport() override;
   Status start();
 
-  std::string name() const override { return options_.transports == "tcp" ? "tcp" : "ucx"; }
+  std::string name() const override { return tcp_ ? "tcp" : "ucx"; }
   bool can_map() const override { return false; }
   Result<std::shared_ptr<ExportedMemory>> allocate(std::uint64_t bytes, std::string_view what) override;
   Result<std::shared_ptr<ExportedMemory>> adopt(const std::byte* data, std::uint64_t bytes,
@@ -219,6 +230,9 @@ class UcxTransport final : public Transport {
   }
 
   const UcxOptions options_;
+  const bool tcp_;                      // and nothing else
+  const std::uint64_t eager_bytes_;     // larger fragments are sent by rendezvous
+  const std::uint64_t fragment_bytes_;  // of a read
   const SocketAddress own_;
   const std::shared_ptr<UcxContext> context_;
   const UcxLibrary& ucx_;
@@ -745,7 +759,7 @@ void UcxTransport::pump_serves(UcxEndpoint& endpoint) {
     }
     UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kFragment);
     operation->read = serve.read;
-    operation->bytes = std::min(options_.fragment_bytes, serve.bytes - serve.sent);
+    operation->bytes = std::min(fragment_bytes_, serve.bytes - serve.sent);
     operation->block = serve.block;
     operation->header = header_of(0, encode(UcxFrame{.kind = UcxFrameKind::kData,
                                                      .token = options_.token,
@@ -758,7 +772,8 @@ void UcxTransport::pump_serves(UcxEndpoint& endpoint) {
     ucp_request_param_t param = param_of(operation);
     param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_MEMH;
     param.memh = serve.block->handle();
-    param.flags = operation->bytes <= kEagerReadBytes ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
+    param.flags =
+        operation->bytes <= eager_bytes_ ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
     ++endpoint.fragments;
     serve.sent += operation->bytes;
     if (serve.sent == serve.bytes) endpoint.serving.pop_front();
@@ -1432,6 +1447,7 @@ Result<std::unique_ptr<Transport>> make_ucx_transport(UcxOptions options) {
       if (ucx->ucp_config_modify(config, name.c_str(), value) != UCS_OK) set(("TCP_" + name).c_str(), value);
     };
     set_tcp("TX_SEG_SIZE", "64k");  // fewer and longer system calls than with 8 KiB
+    set_tcp("RX_SEG_SIZE", fmt::format("{}", kTcpSegmentBytes).c_str());
     // With small buffers both sides stall for tens of milliseconds at a time (docs/decisions/0008). Where the kernel gives
     // less, its own adjusting is better than a fixed size.
     if (kernel_allows_socket_buffers(kSocketBufferBytes)) {

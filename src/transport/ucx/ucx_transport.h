@@ -51,8 +51,8 @@ struct UcxOptions {
     kGets,
   };
   Reads reads = Reads::kAuto;
-  std::uint64_t fragment_bytes = 1u << 20;  // of a read, at a time
-  std::uint32_t fragments_in_flight = 4;    // per endpoint
+  std::uint64_t fragment_bytes = 1u << 20;  // of a read, at a time; over TCP 512 KiB at most
+  std::uint32_t fragments_in_flight = 8;    // per endpoint and UCX worker
   // Of messages a peer has not taken yet; with more its endpoint is ended.
   std::uint64_t max_queued_bytes = 64u << 20;
   // An accepted peer that sent no valid message for so long is closed.
