@@ -127,5 +127,46 @@ TEST(GroupPlacer, entries_are_due_per_name_and_piece) {
         [&](GroupTensors& t) { t.tensors[2].view->stride = {-1, 1}; });
 }
 
+// integrity full: each byte of what was yielded, and none beside it, must stay until the release.
+TEST(GroupPlacer, a_source_that_writes_what_it_yielded_is_found) {
+  RankDescription rank = two_groups();
+  ASSERT_TRUE(describe_holding({0}, {}, rank).ok());
+  rank.parts = {{0, 0, 0, {}}};
+  for (const bool sums : {false, true}) {
+    rank.sums_views = sums;
+    for (const std::vector<std::int64_t>& stride :
+         {std::vector<std::int64_t>{6, 1}, {1, 4}, {1, 5}, {9, 1}, {12, 2}}) {
+      GroupPlacer placer(rank, SystemClock::instance());
+      std::vector<std::byte> memory(4 * 12 * 4);
+      GroupTensors tensors{
+          0, {{0, 0, TensorView{memory.data(), DType::kF32, {4, 6}, stride, memory.data(), memory.size()}}}};
+      placer.begin_sync({});
+      ASSERT_TRUE(placer.check(tensors, 0).ok());
+      ASSERT_TRUE(placer.place(tensors, 0, {}).ok());
+      std::vector<bool> part(memory.size());
+      for (std::int64_t row = 0; row < 4; ++row) {
+        for (std::int64_t column = 0; column < 6; ++column) {
+          for (std::int64_t b = 0; b < 4; ++b)
+            part[static_cast<std::size_t>((row * stride[0] + column * stride[1]) * 4 + b)] = true;
+        }
+      }
+      for (std::size_t i = 0; i < memory.size(); ++i) {
+        memory[i] ^= std::byte{0x40};
+        const Status status = placer.check_unchanged(0);
+        EXPECT_EQ(status.ok(), !sums || !part[i]) << "byte " << i << ", strides " << stride[0] << " " << stride[1];
+        if (!status.ok()) {
+          EXPECT_EQ(status.info().tensor, "layers.0.w");
+          EXPECT_NE(status.message().find("wrote layers.0.w of group 0"), std::string::npos) << status.message();
+        }
+        memory[i] ^= std::byte{0x40};
+      }
+      EXPECT_TRUE(placer.check_unchanged(0).ok());
+      EXPECT_TRUE(placer.release(0));
+      memory[0] ^= std::byte{1};
+      EXPECT_TRUE(placer.check_unchanged(0).ok()) << "it is the source's again";
+    }
+  }
+}
+
 }  // namespace
 }  // namespace shardpull

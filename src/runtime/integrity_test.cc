@@ -1,0 +1,475 @@
+// Sums of keys from end to end: whole fleets under every setting, and a producer and a worker over a transport
+// that damages what it brings. docs/PROTOCOL.md, "Integrity".
+#include <atomic>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "base/mutex.h"
+#include "runtime/consumer_engine.h"
+#include "runtime/fleet_testing.h"
+#include "runtime/producer_server.h"
+#include "runtime/progress_thread.h"
+#include "transport/sim/sim_transport.h"
+
+namespace shardpull {
+namespace {
+
+using namespace fleet_testing;  // NOLINT
+using testing::AllOf;
+using testing::HasSubstr;
+
+std::vector<TensorMeta> two_layers() {
+  return {{"layers.0.bias", DType::kBF16, {33}},
+          {"layers.0.w", DType::kF32, {24, 16}},
+          {"layers.1.bias", DType::kBF16, {33}},
+          {"layers.1.w", DType::kF32, {24, 16}}};
+}
+
+std::vector<std::uint32_t> every_name() {
+  return {0, 1, 2, 3};
+}
+
+// ---- whole fleets ---------------------------------------------------------------------------------------
+
+FleetSpec one_of_each(Integrity integrity, PathChoice path) {
+  FleetSpec spec{.metadata = two_layers(),
+                 .ranks = {{.whole = every_name()}},
+                 .workers = {tensor_parallel(two_layers(), 0, 2), tensor_parallel(two_layers(), 1, 2)}};
+  spec.trainer_options = [integrity](std::uint32_t, TrainerOptions& options) { options.integrity = integrity; };
+  spec.worker_options = [path](std::uint32_t, WorkerOptions& options) { options.path = path; };
+  return spec;
+}
+
+TEST(IntegrityFleets, EverySettingAndPathIsExact) {
+  for (const Integrity integrity : {Integrity::kOff, Integrity::kWire, Integrity::kFull}) {
+    for (const PathChoice path : {PathChoice::kPacked, PathChoice::kMapped, PathChoice::kDirect}) {
+      SCOPED_TRACE(std::string(to_string(integrity)) + " path " + std::to_string(static_cast<int>(path)));
+      expect_exact(one_of_each(integrity, path));
+    }
+  }
+}
+
+// Sums are of the key's elements, however they lie: in sources that change their strides between syncs, in
+// columns, in pieces, under two destinations and a transposition.
+TEST(IntegrityFleets, FullSumsWhatLiesWithStrides) {
+  const auto metadata = two_layers();
+  for (const Lie lie : {Lie::kColumnMajor, Lie::kPadded, Lie::kRestless}) {
+    for (const bool resident : {false, true}) {
+      SCOPED_TRACE(std::to_string(static_cast<int>(lie)) + (resident ? " resident" : " gathered"));
+      FleetSpec spec = one_of_each(Integrity::kFull, PathChoice::kMapped);
+      spec.ranks = sharded(metadata, 2);
+      for (RankSpec& rank : spec.ranks) {
+        rank.lie = lie;
+        rank.resident = resident;
+      }
+      spec.workers = {tensor_parallel(metadata, 0, 2, 1), tensor_parallel(metadata, 1, 2, 1)};
+      for (ModelSpec& worker : spec.workers) {
+        ModuleSpec again = worker[1];  // the same key once more
+        again.name = "again";
+        worker.push_back(again);
+        worker[3] = {"turned", DType::kF32, {16, 24}, {}, {{3, {}, {0, 0}, true}}};
+      }
+      spec.trainer_options = [](std::uint32_t, TrainerOptions& options) {
+        options.integrity = Integrity::kFull;
+        options.export_pack_limit_bytes = 0;
+      };
+      expect_exact(spec);
+    }
+  }
+}
+
+TEST(IntegrityFleets, RanksMustAgree) {
+  FleetSpec spec = one_of_each(Integrity::kWire, PathChoice::kAuto);
+  spec.ranks = {{.whole = every_name()}, {.whole = every_name()}};
+  spec.trainer_options = [](std::uint32_t rank, TrainerOptions& options) {
+    options.integrity = rank == 0 ? Integrity::kFull : Integrity::kOff;
+    options.fleet.connect_timeout_ms = 5'000;
+  };
+  spec.worker_options = [](std::uint32_t, WorkerOptions& options) { options.fleet.connect_timeout_ms = 5'000; };
+  const FleetOutcome outcome = run_fleet(spec);
+  EXPECT_THAT(outcome.inits[1].message(), AllOf(HasSubstr("integrity=off"), HasSubstr("integrity=full")));
+}
+
+// The source writes its first group while it is asked for the second one, of which it has not been told that
+// it is free. What workers read are copies in export buffers.
+FleetSpec hasty_source(Integrity integrity) {
+  FleetSpec spec = one_of_each(integrity, PathChoice::kMapped);
+  auto first = std::make_shared<std::byte*>();
+  spec.tamper = [first](std::uint32_t, std::uint64_t version, GroupTensors& tensors) {
+    if (tensors.group == 0) *first = const_cast<std::byte*>(tensors.tensors[1].view->data);
+    if (tensors.group == 1 && version == 1) **first ^= std::byte{1};
+    return Status();
+  };
+  return spec;
+}
+
+TEST(IntegrityFleets, FullFindsASourceThatWritesWhatItYielded) {
+  FleetSpec spec = hasty_source(Integrity::kFull);
+  spec.steps = {{.version = 0}, {.version = 1, .names = {}, .fails = true}, {.version = 2}};
+  const FleetOutcome outcome = expect_exact(spec);
+  const Status& status = outcome.sends[0].at(1);
+  EXPECT_EQ(status.code(), StatusCode::kDataLoss);
+  EXPECT_EQ(status.info().reason, Reason::kCorrupt);
+  EXPECT_EQ(status.info().tensor, "layers.0.w");
+  EXPECT_THAT(status.message(), HasSubstr("the weight source of trainer 0 wrote layers.0.w of group 0 after"));
+}
+
+TEST(IntegrityFleets, WithoutFullSuchASourceGoesUnnoticed) {
+  expect_exact(hasty_source(Integrity::kWire));
+}
+
+// ---- over a transport that damages ----------------------------------------------------------------------
+
+// Hands everything on, and flips one bit of one read, or of a copy of one mapped window, when it is told to.
+class Damaging final : public Transport {
+ public:
+  Damaging(std::unique_ptr<Transport> inner, std::atomic<int>& countdown)
+      : inner_(std::move(inner)), countdown_(countdown) {}
+
+  std::string name() const override { return inner_->name(); }
+  bool can_map() const override { return inner_->can_map(); }
+  Result<std::shared_ptr<ExportedMemory>> allocate(std::uint64_t bytes, std::string_view what) override {
+    return inner_->allocate(bytes, what);
+  }
+  Result<std::string> listen() override { return inner_->listen(); }
+  Result<EndpointId> connect(const std::string& address, std::int64_t timeout_ns) override {
+    return inner_->connect(address, timeout_ns);
+  }
+  Status send(EndpointId endpoint, HotHeader header, const std::byte* payload, std::size_t length) override {
+    return inner_->send(endpoint, header, payload, length);
+  }
+  Status grant(EndpointId endpoint, const std::shared_ptr<ExportedMemory>& memory) override {
+    return inner_->grant(endpoint, memory);
+  }
+  void close(EndpointId endpoint) override { inner_->close(endpoint); }
+  void read(EndpointId endpoint, const RemoteRef& remote, std::byte* local, ReadToken token) override {
+    reads_[token] = {local, remote.bytes};
+    inner_->read(endpoint, remote, local, token);
+  }
+  void read_parts(EndpointId endpoint, std::vector<ReadPart> parts, ReadToken token) override {
+    reads_[token] = {parts.back().local, parts.back().remote.bytes};
+    inner_->read_parts(endpoint, std::move(parts), token);
+  }
+  Result<Mapping> map(EndpointId endpoint, const RemoteRef& remote) override {
+    auto mapping = inner_->map(endpoint, remote);
+    if (!mapping.ok() || !turn()) return mapping;
+    const auto copy = std::make_shared<std::vector<std::byte>>(mapping->data, mapping->data + remote.bytes);
+    copy->back() ^= std::byte{0x10};
+    return Mapping{copy->data(), copy};
+  }
+  void add_mapped_bytes(std::uint64_t bytes) override { inner_->add_mapped_bytes(bytes); }
+  Status progress(std::int64_t timeout_ns, TransportSink& sink) override {
+    Sink damaging(*this, sink);
+    return inner_->progress(timeout_ns, damaging);
+  }
+  void wake() override { inner_->wake(); }
+  TransportCounters counters() const override { return inner_->counters(); }
+
+ private:
+  struct Window {
+    std::byte* data = nullptr;
+    std::uint64_t bytes = 0;
+  };
+  class Sink final : public TransportSink {
+   public:
+    Sink(Damaging& owner, TransportSink& inner) : owner_(owner), inner_(inner) {}
+    void on_accepted(EndpointId endpoint) override { inner_.on_accepted(endpoint); }
+    void on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) override {
+      inner_.on_message(endpoint, header, payload);
+    }
+    void on_closed(EndpointId endpoint, const Status& why) override { inner_.on_closed(endpoint, why); }
+    void on_read_done(ReadToken token, const Status& status) override {
+      const auto found = owner_.reads_.find(token);
+      if (found != owner_.reads_.end()) {
+        const Window window = found->second;
+        owner_.reads_.erase(found);
+        // The last byte is a key's: a run ends with its last key.
+        if (status.ok() && owner_.turn()) window.data[window.bytes - 1] ^= std::byte{0x10};
+      }
+      inner_.on_read_done(token, status);
+    }
+
+   private:
+    Damaging& owner_;
+    TransportSink& inner_;
+  };
+  bool turn() { return countdown_.load() > 0 && countdown_.fetch_sub(1) == 1; }
+
+  std::unique_ptr<Transport> inner_;
+  std::atomic<int>& countdown_;  // of reads and mappings until the one to damage; 0: none
+  std::map<ReadToken, Window> reads_;
+};
+
+// What a test's thread waits for, bounded.
+template <typename T>
+class Awaited {
+ public:
+  void put(T value) {
+    MutexLock lock(mutex_);
+    value_ = std::move(value);
+    wake_.notify_all();
+  }
+  T take() {
+    MutexLock lock(mutex_);
+    for (int waits = 0; !value_ && waits < 30; ++waits) wake_.wait_for_ns(mutex_, kNanosPerSecond);
+    EXPECT_TRUE(value_.has_value()) << "nothing came";
+    T value = value_.value_or(T());
+    value_.reset();
+    return value;
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar wake_;
+  std::optional<T> value_ SHARDPULL_GUARDED_BY(mutex_);
+};
+
+constexpr FleetToken kToken = 7;
+constexpr std::int64_t kStallNs = 30 * kNanosPerSecond;
+
+// A trainer's producer and a worker's engine, without a control channel: the test says what it would.
+class Pair {
+ public:
+  Pair(TransportKind transport, Integrity integrity, PathPolicy path)
+      : metadata_(two_layers()), spec_(tensor_parallel(metadata_, 0, 1)), model_(metadata_, spec_) {
+    EXPECT_TRUE(model_.materialise(std::byte{0xCD}, 64).ok());
+    auto trainer = net_.open("trainer", kToken, 1);
+    InitTables tables;
+    tables.producers = {*trainer->listen()};
+    tables.metadata = metadata_;
+    tables.group_lens = {2, 2};
+    tables.producer_mappable = {1};
+    tables.producer_resident = {1};
+    tables.transport = transport;
+    tables.integrity = integrity;
+    EXPECT_TRUE(validate(tables).ok());
+    tables_ = std::make_shared<const InitTables>(std::move(tables));
+    recording_ = *bake(model_, metadata_, {});
+    plan_ = std::make_shared<const WorkerPlan>(*plan_worker(*tables_, recording_, 0, {.path = path}));
+
+    trainer_ = std::make_unique<ProgressThread>(std::move(trainer), at_trainer_, [] {}, [](const Status&) {},
+                                                kNanosPerSecond, SystemClock::instance());
+    worker_ = std::make_unique<ProgressThread>(
+        std::make_unique<Damaging>(net_.open("worker", kToken, 2), countdown_), at_worker_, [] {},
+        [](const Status&) {}, kNanosPerSecond, SystemClock::instance());
+    server_ = std::make_unique<ProducerServer>(
+        *trainer_, 0, kToken, 1,
+        ProducerHooks{.reserve_reply = [this](std::uint32_t, const Status& status) { reserved_.put(status); },
+                      .ack_by_control = [](std::uint32_t, std::uint64_t, const std::vector<std::uint32_t>&) {},
+                      .group_freed = [](std::uint32_t) {},
+                      .sync_ended = [] {},
+                      .sync_failed = [](std::uint64_t, const Status&) {},
+                      .sync_quiet = [] {}});
+    engine_ = std::make_unique<ConsumerEngine>(
+        *worker_, model_, recording_, tables_, plan_, kToken, 2, kStallNs,
+        ConsumerHooks{.signal_by_control = [](std::uint32_t, std::uint64_t,
+                                              const std::vector<std::uint32_t>&) {},
+                      .update_done = [this](std::uint64_t, const Status& status) { updated_.put(status); },
+                      .finish_done = [this](std::uint64_t, const Status& status) { finished_.put(status); },
+                      .report_failure = [](std::uint64_t, const Status&) {}});
+    EXPECT_EQ(engine_->prepare(), Status());
+    at_trainer_.server = server_.get();
+    at_worker_.engine = engine_.get();
+    at_worker_.connected = &connected_;
+    trainer_->start();
+    worker_->start();
+    memory_ = *trainer_->transport().allocate(8192, "weights");
+    trainer_->run([&] {
+      server_->start(tables_, kStallNs, false);
+      server_->add_memory(memory_);
+    });
+    Status status;
+    worker_->run([&] { status = engine_->connect(kNanosPerSecond); });
+    EXPECT_EQ(status, Status());
+    EXPECT_TRUE(connected_.take());
+    const ProducerPlan& producer = plan_->producers.at(0);
+    trainer_->run([&] {
+      server_->reserve(0, 2, producer.serve_slot_bytes, plan_->ring_depth, 1, 1, producer.digest,
+                       encode_pulls(pulls_at(*plan_, 0)));
+    });
+    EXPECT_EQ(reserved_.take(), Status());
+  }
+
+  ~Pair() {
+    trainer_->run([&] { server_->shutdown(); });
+    worker_->run([&] { engine_->shutdown(); });
+    server_->stop();
+    engine_->stop();
+    trainer_->stop();
+    worker_->stop();
+  }
+
+  // The `nth` read or mapping from now on is damaged.
+  void damage(int nth) { countdown_ = nth; }
+  bool damaged() const { return countdown_ == 0; }
+
+  // One sync to its commit, or its error.
+  Status sync(std::uint64_t id) {
+    Status status;
+    std::uint64_t at = 0;
+    std::vector<std::vector<ServedTensor>> groups(2);
+    for (std::uint32_t name = 0; name < metadata_.size(); ++name) {
+      const TensorMeta& meta = metadata_[name];
+      std::uint64_t bytes = static_cast<std::uint64_t>(dtype_bits(meta.dtype)) / 8;
+      for (const std::int64_t size : meta.shape) bytes *= static_cast<std::uint64_t>(size);
+      std::byte* const data = memory_->ref().address + at;
+      for (std::uint64_t i = 0; i < bytes; ++i) data[i] = code(name, id, i);
+      PublishedView view{name, 0, meta.dtype, meta.shape, {}};
+      view.location.where = {memory_->ref().region, memory_->ref().generation, at, bytes};
+      groups[name / 2].push_back({std::move(view), data});
+      at = (at + bytes + 63) / 64 * 64;
+    }
+    worker_->run([&] { status = engine_->start_update(id, id, nullptr); });
+    if (!status.ok()) return status;
+    trainer_->run([&] {
+      status = server_->begin_sync(id, id, {0}, {0, 1}, {});
+      for (std::uint32_t group = 0; group < 2 && status.ok(); ++group)
+        status = server_->publish_group(group, groups[group]);
+    });
+    if (!status.ok()) return status;
+    worker_->run([&] { status = engine_->update(); });
+    if (!status.ok()) return status;
+    status = updated_.take();
+    if (!status.ok()) return status;
+    worker_->run([&] { status = engine_->finish_update(id); });
+    return status.ok() ? finished_.take() : status;
+  }
+
+  std::string difference(std::uint64_t version) const {
+    const std::vector<std::optional<std::uint64_t>> versions(metadata_.size(), version);
+    return first_difference(model_, metadata_, spec_, versions, code);
+  }
+  const WorkerPlan& plan() const { return *plan_; }
+  // Whether every byte of the name's parameter is of `version`.
+  bool holds(std::uint32_t name, std::uint64_t version) const {
+    const Parameter& parameter = *model_.find_module(metadata_[name].name)->find("weight");
+    for (std::uint64_t i = 0; i < parameter.storage_bytes(); ++i) {
+      if (parameter.memory()[i] != code(name, version, i)) return false;
+    }
+    return true;
+  }
+
+ private:
+  struct AtTrainer final : TransportSink {
+    ProducerServer* server = nullptr;
+    void on_accepted(EndpointId endpoint) override { server->on_accepted(endpoint); }
+    void on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) override {
+      server->on_message(endpoint, header, payload);
+    }
+    void on_closed(EndpointId endpoint, const Status& why) override { server->on_closed(endpoint, why); }
+    void on_read_done(ReadToken, const Status&) override {}
+  };
+  struct AtWorker final : TransportSink {
+    ConsumerEngine* engine = nullptr;
+    Awaited<bool>* connected = nullptr;
+    void on_accepted(EndpointId) override {}
+    void on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) override {
+      engine->on_message(endpoint, header, payload);
+      if (header.type == HotType::kHelloReply && engine->connected()) connected->put(true);
+    }
+    void on_closed(EndpointId endpoint, const Status& why) override { engine->on_closed(endpoint, why); }
+    void on_read_done(ReadToken token, const Status& status) override { engine->on_read_done(token, status); }
+  };
+
+  const std::vector<TensorMeta> metadata_;
+  const ModelSpec spec_;
+  SimNet net_{SystemClock::instance(), {.seed = 1, .min_delay_ns = 1, .max_delay_ns = 1000, .max_piece_ns = 1000}};
+  BoxModel model_;
+  std::shared_ptr<const InitTables> tables_;
+  Recording recording_;
+  std::shared_ptr<const WorkerPlan> plan_;
+  std::atomic<int> countdown_{0};
+  Awaited<Status> reserved_, updated_, finished_;
+  Awaited<bool> connected_;
+  AtTrainer at_trainer_;
+  AtWorker at_worker_;
+  std::unique_ptr<ProgressThread> trainer_, worker_;
+  std::shared_ptr<ExportedMemory> memory_;
+  std::unique_ptr<ProducerServer> server_;
+  std::unique_ptr<ConsumerEngine> engine_;
+};
+
+struct Way {
+  Path path;
+  PathPolicy policy;
+  TransportKind transport;
+  Integrity summed;  // the least that sums it
+};
+const Way kWays[] = {{Path::kPacked, PathPolicy::kPacked, TransportKind::kTcp, Integrity::kWire},
+                     {Path::kDirect, PathPolicy::kDirect, TransportKind::kTcp, Integrity::kWire},
+                     {Path::kMapped, PathPolicy::kMapped, TransportKind::kShm, Integrity::kFull},
+                     {Path::kPacked, PathPolicy::kPacked, TransportKind::kShm, Integrity::kFull}};
+
+// One flipped bit of any read or mapping fails the sync, naming chunk, tensor and producer; the next one is
+// exact.
+TEST(IntegrityOverATransport, AFlippedBitIsFoundOnEveryPath) {
+  for (const Way& way : kWays) {
+    SCOPED_TRACE(to_string(way.path));
+    Pair pair(way.transport, way.summed, way.policy);
+    for (const Chunk& chunk : pair.plan().chunks) ASSERT_EQ(chunk.path, way.path);
+    std::uint64_t id = 0;
+    ASSERT_EQ(pair.sync(++id), Status());
+    EXPECT_EQ(pair.difference(id), "");
+    int found = 0;
+    for (int nth = 1; nth <= 8; ++nth) {
+      pair.damage(nth);
+      const Status status = pair.sync(++id);
+      if (!pair.damaged()) {  // past the last read of a sync
+        EXPECT_EQ(status, Status());
+        break;
+      }
+      ++found;
+      EXPECT_EQ(status.code(), StatusCode::kDataLoss) << "read " << nth;
+      EXPECT_EQ(status.info().reason, Reason::kCorrupt);
+      EXPECT_EQ(status.info().peer, "trainer 0");
+      EXPECT_THAT(status.info().tensor, HasSubstr("layers."));
+      EXPECT_THAT(status.message(), AllOf(HasSubstr("worker 0: chunk "), HasSubstr("from trainer 0 are corrupt"),
+                                          HasSubstr("'" + status.info().tensor + "'")));
+      pair.damage(0);
+      ASSERT_EQ(pair.sync(++id), Status());
+      EXPECT_EQ(pair.difference(id), "");
+    }
+    EXPECT_GE(found, 2);
+  }
+}
+
+// Packed and mapped keys are compared before one byte of them is in a parameter.
+TEST(IntegrityOverATransport, NothingOfACorruptKeyReachesItsParameter) {
+  for (const Way& way : kWays) {
+    if (way.path == Path::kDirect) continue;
+    SCOPED_TRACE(to_string(way.path));
+    Pair pair(way.transport, way.summed, way.policy);
+    ASSERT_EQ(pair.sync(1), Status());
+    pair.damage(1);
+    const Status status = pair.sync(2);
+    ASSERT_EQ(status.info().reason, Reason::kCorrupt);
+    const std::vector<TensorMeta> metadata = two_layers();
+    for (std::uint32_t name = 0; name < metadata.size(); ++name) {
+      if (metadata[name].name == status.info().tensor) {
+        EXPECT_TRUE(pair.holds(name, 1));
+      }
+    }
+  }
+}
+
+// The test's own damage is real: where nothing is summed it ends in the model.
+TEST(IntegrityOverATransport, WhereNothingIsSummedItIsNotFound) {
+  for (const Way& way : kWays) {
+    SCOPED_TRACE(to_string(way.path));
+    Pair pair(way.transport, Integrity::kOff, way.policy);
+    pair.damage(1);
+    ASSERT_EQ(pair.sync(1), Status());
+    EXPECT_TRUE(pair.damaged());
+    EXPECT_NE(pair.difference(1), "");
+  }
+}
+
+}  // namespace
+}  // namespace shardpull
