@@ -157,6 +157,8 @@ std::string_view word_of(PathChoice path) {
   return "auto";
 }
 
+constexpr std::array<std::pair<const char*, Integrity>, 3> kIntegrity = {
+    {{"off", Integrity::kOff}, {"wire", Integrity::kWire}, {"full", Integrity::kFull}}};
 constexpr std::array<std::pair<const char*, PublishMode>, 3> kPublish = {
     {{"auto", PublishMode::kAuto}, {"gather", PublishMode::kGather}, {"resident", PublishMode::kResident}}};
 
@@ -263,6 +265,10 @@ void add_fleet(CLI::App& app, FleetArguments& fleet) {
       ->group(group);
   add_integer(app, "--ucx-workers", fleet.ucx_workers, 1, kMaxUcxWorkers,
               "Streams to each peer over tcp and ucx, each with a thread of its own")
+      ->group(group);
+  add_choice(app, "--integrity", fleet.integrity, kIntegrity,
+             "What is summed and compared before it is used: nothing; what crosses a transport other than shm; "
+             "every byte, and that the trainer does not write what it is serving")
       ->group(group);
   app.add_option("--names", fleet.names,
                  "The syncs after the first send only the tensors that match this pattern (*, ? and [..]), "
@@ -461,6 +467,8 @@ std::vector<std::string> to_flags(const FleetArguments& fleet) {
                                     std::string(to_string(fleet.transport)),
                                     "--ucx-workers",
                                     fmt::format("{}", fleet.ucx_workers),
+                                    "--integrity",
+                                    std::string(to_string(fleet.integrity)),
                                     "--connect-timeout",
                                     exact_duration(fleet.connect_timeout_ns),
                                     "--stall-timeout",

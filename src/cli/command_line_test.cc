@@ -53,6 +53,7 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   fleet.path = PathChoice::kDirect;
   fleet.transport = TransportKind::kCma;
   fleet.ucx_workers = 3;
+  fleet.integrity = Integrity::kFull;
   fleet.connect_timeout_ns = 1'500'000'000;
   fleet.stall_timeout_ns = 2'000'001'000;
   VersionArguments versions;
@@ -73,6 +74,7 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   EXPECT_EQ(read.fleet.path, PathChoice::kDirect);
   EXPECT_EQ(read.fleet.transport, TransportKind::kCma);
   EXPECT_EQ(read.fleet.ucx_workers, 3u);
+  EXPECT_EQ(read.fleet.integrity, Integrity::kFull);
   EXPECT_EQ(read.fleet.chunk_split, 3u);
   EXPECT_EQ(read.fleet.pull_split, 5u);
   EXPECT_EQ(read.fleet.names, fleet.names);

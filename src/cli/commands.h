@@ -39,6 +39,7 @@ struct FleetArguments {
   // kAuto until the command line is read: then tcp with a rendezvous, else shm.
   TransportKind transport = TransportKind::kAuto;
   std::uint32_t ucx_workers = 1;
+  Integrity integrity = Integrity::kWire;
   std::vector<std::string> names;  // glob patterns: what the syncs after the first send; empty: everything
   std::int64_t connect_timeout_ns = 60'000'000'000;
   std::int64_t stall_timeout_ns = 300'000'000'000;

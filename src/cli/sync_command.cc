@@ -356,6 +356,7 @@ int run_sync(const SyncArguments& arguments) {
   report.inference = to_string(arguments.fleet.inference);
   report.path = name_of(arguments.fleet.path);
   report.transport = to_string(arguments.fleet.transport);
+  report.integrity = to_string(arguments.fleet.integrity);
   report.names = arguments.fleet.names;
   report.chunk_split = arguments.fleet.chunk_split;
   report.pull_split = arguments.fleet.pull_split;

@@ -66,6 +66,7 @@ class TrainerRun {
                          .export_pack_limit_bytes = arguments_.fleet.export_pack_limit_bytes,
                          .on_consumer_loss = OnConsumerLoss::kFail,
                          .publish = arguments_.fleet.trainer.publish,
+                         .integrity = arguments_.fleet.integrity,
                          .settings = fmt::format("{}", fmt::join(to_flags(arguments_.versions), " "))}));
     trainer_ = trainer.get();
     SHARDPULL_ASSIGN_OR_RETURN(
