@@ -31,6 +31,7 @@ AXES = {
     "lookahead": (0, 1, 3),
     "ring_depth": (1, 2, 4),
     "split": ((1, 1), (3, 1), (1, 2), (2, 3)),
+    "integrity": ("off", "wire", "full"),
 }
 
 
@@ -41,7 +42,7 @@ def legal(point):
     return point.get("family") != "bert" or point["inference"] in ("tp=1", "tp=2", "tp=2,replicas=2", "tp=1,replicas=3")
 
 
-def full_points(fixed=("vocab", "transport", "lookahead", "ring_depth", "split")):
+def full_points(fixed=("vocab", "transport", "lookahead", "ring_depth", "split", "integrity")):
     """Every combination of the other axes; those in `fixed` take a value from each point's own place in the list."""
     free = [axis for axis in AXES if axis not in fixed]
     for number, values in enumerate(itertools.product(*(AXES[axis] for axis in free))):
@@ -55,7 +56,7 @@ def full_points(fixed=("vocab", "transport", "lookahead", "ring_depth", "split")
 
 
 def settings_points():
-    """Every combination of the settings of one process, over whole tensors; publishing and splits take turns."""
+    """Every combination of the settings of one process, over whole tensors; publishing, splits and integrity take turns."""
     few = dict(
         AXES,
         family=tuple(family for family in FAMILIES if family not in ("qwen3_moe", "deepseek_v3")),
@@ -64,12 +65,14 @@ def settings_points():
         publish=("gather",),
         split=((1, 1),),
         transport=("shm",),
+        integrity=("wire",),
     )
     for number, values in enumerate(itertools.product(*few.values())):
         point = dict(zip(few, values))
         if legal(point):
             draw = random.Random(number)
-            yield dict(point, publish=draw.choice(AXES["publish"]), split=draw.choice(AXES["split"]))
+            yield dict(point, publish=draw.choice(AXES["publish"]), split=draw.choice(AXES["split"]),
+                       integrity=draw.choice(AXES["integrity"]))
 
 
 def pairwise_points():
@@ -117,7 +120,7 @@ def run_point(test, point, model, syncs, *flags):
         "sync", "--model", model, "--trainer", point["trainer"], "--inference", point["inference"], "--path", point["path"],
         "--transport", point["transport"],
         "--publish", point["publish"], "--chunk-split", point["split"][0], "--pull-split", point["split"][1],
-        "--lookahead", point["lookahead"], "--ring-depth", point["ring_depth"], "--syncs", syncs, "--verify", "--json", *flags)
+        "--lookahead", point["lookahead"], "--ring-depth", point["ring_depth"], "--integrity", point["integrity"], "--syncs", syncs, "--verify", "--json", *flags)
 
 
 def workers_of(inference):
