@@ -21,6 +21,9 @@ function(shardpull_room room)
   set(test_sources ${sources})
   list(FILTER sources EXCLUDE REGEX "_(test|testing)\\.cc$")
   list(FILTER test_sources INCLUDE REGEX "_(test|testing)\\.cc$")
+  if(SHARDPULL_WITH_GRPC)
+    list(FILTER test_sources EXCLUDE REGEX "_without_grpc_testing\\.cc$")
+  endif()
   foreach(file IN LISTS arg_EXCLUDE)
     list(REMOVE_ITEM sources "${PROJECT_SOURCE_DIR}/src/${room}/${file}")
   endforeach()
@@ -139,9 +142,9 @@ function(shardpull_add_test name)
     ENVIRONMENT "${environment}")
 endfunction()
 
-# What runs under ThreadSanitizer: the rooms with threads that do without gRPC, whose own libraries are not
-# instrumented. Target thread_tests builds them, label threads runs them.
-set(shardpull_thread_rooms base transport transport_shm transport_cma transport_sim control_sim)
+# What runs under ThreadSanitizer: the rooms with threads, and the machines that they drive, without gRPC, whose own
+# libraries are not instrumented. Target thread_tests builds them, label threads runs them.
+set(shardpull_thread_rooms base transport transport_shm transport_cma transport_sim control_sim protocol runtime)
 
 function(shardpull_unit_tests)
   add_custom_target(thread_tests)

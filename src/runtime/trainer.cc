@@ -560,10 +560,12 @@ void Trainer::Impl::on_lost(const Member& member, const Status& why) {
   }
   if (!sender) return;
   MutexLock lock(mutex);
-  // A worker that failed its init has told us why; that it is gone then is no news.
+  // A worker that failed its init has told us why, and ranks leave a collective that failed: that they are
+  // gone then is no news.
   const auto done = workers_done.find(member.id);
   const bool explained =
-      member.role == Role::kWorker && done != workers_done.end() && !done->second.status.ok();
+      (table_status && !table_status->ok()) ||
+      (member.role == Role::kWorker && done != workers_done.end() && !done->second.status.ok());
   if (!init_failure && !explained) init_failure = named;
   wake.notify_all();
 }

@@ -190,20 +190,66 @@ TEST_P(Transports, a_failed_sync_is_followed_by_an_exact_one) {
   expect_exact(spec);
 }
 
-INSTANTIATE_TEST_SUITE_P(Each, Transports,
-                         ::testing::Values(Way{TransportKind::kShm, PathChoice::kAuto},
-                                           Way{TransportKind::kShm, PathChoice::kPacked},
-                                           Way{TransportKind::kShm, PathChoice::kMapped},
-                                           Way{TransportKind::kShm, PathChoice::kDirect},
-                                           Way{TransportKind::kCma, PathChoice::kAuto},
-                                           Way{TransportKind::kCma, PathChoice::kPacked},
-                                           Way{TransportKind::kCma, PathChoice::kDirect},
-                                           Way{TransportKind::kTcp, PathChoice::kAuto},
-                                           Way{TransportKind::kTcp, PathChoice::kPacked},
-                                           Way{TransportKind::kTcp, PathChoice::kDirect}),
-                         [](const auto& info) {
-                           return std::string(to_string(info.param.transport)) + "_" + text_of(info.param.path);
-                         });
+// A build without UCX has no tcp; a host that lacks the library skips it.
+bool built_with_ucx() {
+  return describe_ucx().status().code() != StatusCode::kUnimplemented;
+}
+
+std::vector<Way> ways() {
+  std::vector<Way> all{
+      {TransportKind::kShm, PathChoice::kAuto},   {TransportKind::kShm, PathChoice::kPacked},
+      {TransportKind::kShm, PathChoice::kMapped}, {TransportKind::kShm, PathChoice::kDirect},
+      {TransportKind::kCma, PathChoice::kAuto},   {TransportKind::kCma, PathChoice::kPacked},
+      {TransportKind::kCma, PathChoice::kDirect}, {TransportKind::kTcp, PathChoice::kAuto},
+      {TransportKind::kTcp, PathChoice::kPacked}, {TransportKind::kTcp, PathChoice::kDirect},
+  };
+  const auto is_tcp = [](const Way& way) { return way.transport == TransportKind::kTcp; };
+  if (!built_with_ucx()) std::erase_if(all, is_tcp);
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, Transports, ::testing::ValuesIn(ways()), [](const auto& info) {
+  return std::string(to_string(info.param.transport)) + "_" + text_of(info.param.path);
+});
+
+// Elements of different sizes one after another, and chunks so small that tensors are split across them.
+TEST_P(Transports, case_079_mixed_elements_in_one_chunk) {
+  const std::vector<TensorMeta> metadata = {{"a", DType::kF16, {3}},
+                                            {"b", DType::kF32, {5}},
+                                            {"c", DType::kBF16, {1}},
+                                            {"d", DType::kF8E4M3, {7}},
+                                            {"e", DType::kI64, {1}}};
+  for (const std::uint64_t limit : {std::uint64_t{0}, std::uint64_t{24}}) {
+    SCOPED_TRACE(limit);
+    FleetSpec spec = over({.metadata = metadata,
+                           .ranks = {{.whole = all_names(metadata)}},
+                           .workers = {tensor_parallel(metadata, 0, 1)}});
+    const Way way = GetParam();
+    spec.worker_options = [way, limit](std::uint32_t, WorkerOptions& options) {
+      options.fleet.transport = way.transport;
+      options.path = way.path;
+      options.max_chunk_bytes = limit;
+    };
+    expect_exact(spec);
+  }
+}
+
+// Groups that grow from one to the next, through two slots that nothing has sized before: everything is
+// allocated and granted before the first pull, so that the first sync is as good as any.
+TEST_P(Transports, case_090_growing_groups_in_the_first_sync) {
+  std::vector<TensorMeta> metadata;
+  std::int64_t rows = 16 << 10;
+  for (int layer = 0; layer < 3; ++layer, rows *= 4)  // 64 KiB, 256 KiB, 1 MiB
+    metadata.push_back({"layers." + std::to_string(layer) + ".w", DType::kF32, {rows / 16, 16}});
+  for (int again = 0; again < 3; ++again) {
+    expect_exact(over({
+        .metadata = metadata,
+        .ranks = {{.whole = all_names(metadata)}},
+        .workers = {tensor_parallel(metadata, 0, 2), tensor_parallel(metadata, 1, 2)},
+        .steps = {{0}, {1}},
+    }));
+  }
+}
 
 // Parameters in memory of the engine's allocator.
 TEST_P(Transports, bound_parameters) {
@@ -243,6 +289,7 @@ FleetSpec small() {
 }
 
 TEST(TransportChoice, a_path_that_the_transport_lacks_is_refused_naming_the_pair) {
+  if (!built_with_ucx()) GTEST_SKIP() << "this build has no UCX";
   FleetSpec spec = small();
   spec.trainer_options = [](std::uint32_t, TrainerOptions& options) {
     options.fleet.transport = TransportKind::kTcp;
@@ -258,6 +305,7 @@ TEST(TransportChoice, a_path_that_the_transport_lacks_is_refused_naming_the_pair
 }
 
 TEST(TransportChoice, sides_with_different_transports_are_refused_naming_both) {
+  if (!built_with_ucx()) GTEST_SKIP() << "this build has no UCX";
   FleetSpec spec = small();
   spec.worker_options = [](std::uint32_t, WorkerOptions& options) {
     options.fleet.transport = TransportKind::kTcp;
