@@ -223,9 +223,10 @@ Result<std::vector<std::string>> parse_interface_list(std::string_view text, std
     const bool fits = !name.empty() && name.size() < 64 &&
                       std::all_of(name.begin(), name.end(), [](char c) { return c > ' ' && c < 0x7F; });
     if (!fits) {
-      return bad_argument(fmt::format("{}: \"{}\" has no interface's name between its commas; expected names "
-                                      "such as eth0 or eth0,eth1",
-                                      what, text.substr(0, 100)));
+      return bad_argument(
+          fmt::format("{}: \"{}\" has no interface's name between its commas; expected names "
+                      "such as eth0 or eth0,eth1",
+                      what, text.substr(0, 100)));
     }
     if (std::find(out.begin(), out.end(), name) == out.end()) out.emplace_back(name);
     begin = end + 1;
@@ -388,16 +389,15 @@ Result<std::string> advertised_address(const HostPort& rendezvous, const std::ve
 
 std::string loopback_trap(const HostPort& rendezvous, const std::vector<SocketAddress>& resolved,
                           const std::vector<NetworkInterface>& interfaces) {
-  const bool all = !resolved.empty() &&
-                   std::all_of(resolved.begin(), resolved.end(),
-                               [](const SocketAddress& each) { return each.loopback(); });
+  const bool all =
+      !resolved.empty() && std::all_of(resolved.begin(), resolved.end(),
+                                       [](const SocketAddress& each) { return each.loopback(); });
   if (!all) return {};
   const bool numeric = resolved.size() == 1 && resolved.front().host() == rendezvous.host;
   const auto best = rank_addresses(interfaces);
-  const std::string instead =
-      best.empty() ? "this host has no address that another host reaches"
-                   : fmt::format("give {}, an address of this host's {}", best.front().address.host(),
-                                 best.front().interface);
+  const std::string instead = best.empty() ? "this host has no address that another host reaches"
+                                           : fmt::format("give {}, an address of this host's {}",
+                                                         best.front().address.host(), best.front().interface);
   if (numeric) {
     return fmt::format("{} is every host's name for itself, so no other host can meet this one there: {}",
                        rendezvous.host, instead);

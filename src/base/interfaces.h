@@ -20,8 +20,8 @@ struct InterfaceAddress {
 struct NetworkInterface {
   std::string name;
   unsigned index = 0;
-  bool up = false;            // switched on
-  bool running = false;       // and connected
+  bool up = false;       // switched on
+  bool running = false;  // and connected
   bool loopback = false;
   bool empty_bridge = false;  // a bridge that connects nothing
   std::vector<InterfaceAddress> addresses;

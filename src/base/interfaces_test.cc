@@ -75,8 +75,7 @@ std::string chosen(const Result<std::string>& result) {
 // ---- ranking ----------------------------------------------------------------------------------------------
 
 TEST(Interfaces, Case117BridgeOfTheSameAddressOnEveryHost) {
-  const std::vector<NetworkInterface> host = {loopback(),
-                                              interface("docker0", {{address("172.17.0.1"), 16}}),
+  const std::vector<NetworkInterface> host = {loopback(), interface("docker0", {{address("172.17.0.1"), 16}}),
                                               interface("br-4f2a", {{address("172.18.0.1"), 16}}),
                                               interface("veth9", {{address("10.9.0.1"), 24}})};
   EXPECT_THAT(ranked(host), ElementsAre("10.9.0.1", "172.17.0.1", "172.18.0.1"));
@@ -102,8 +101,7 @@ TEST(Interfaces, Case118OverlayAddressAlone) {
 
 TEST(Interfaces, Case119LinkLocalIsLast) {
   const std::vector<NetworkInterface> host = {
-      interface("eth0", {{address("fe80::1", 7), 64}, {address("169.254.1.1"), 16}}),
-      loopback(),
+      interface("eth0", {{address("fe80::1", 7), 64}, {address("169.254.1.1"), 16}}), loopback(),
       interface("docker0", {{address("172.17.0.1"), 16}}),
       interface("eth1", {{address("10.14.1.72"), 20}, {address("fd00::1"), 64}})};
   EXPECT_THAT(ranked(host), ElementsAre("10.14.1.72", "fd00::1", "172.17.0.1", "169.254.1.1", "fe80::1%7"));
@@ -196,8 +194,8 @@ TEST(Interfaces, TheSenderTellsTheRendezvousAddress) {
   EXPECT_EQ(told({address("127.0.1.1")}, {"lo"}), "127.0.1.1");
   EXPECT_EQ(told({address("10.0.0.1")}, {"mlx5_0:1"}), "10.0.0.1");
   EXPECT_THAT(told({address("10.0.0.1")}, {"lo"}), HasSubstr("no address that another host reaches"));
-  EXPECT_THAT(told({address("203.0.113.9")}), AllOf(HasSubstr("node7 (203.0.113.9) is no address of this"),
-                                                    HasSubstr("eth1 (10.0.1.1)")));
+  EXPECT_THAT(told({address("203.0.113.9")}),
+              AllOf(HasSubstr("node7 (203.0.113.9) is no address of this"), HasSubstr("eth1 (10.0.1.1)")));
 }
 
 TEST(Interfaces, OthersTellTheAddressTowardTheRendezvous) {
@@ -220,7 +218,8 @@ TEST(Interfaces, OthersTellTheAddressTowardTheRendezvous) {
     if (target.family() == AF_INET) return address("10.0.0.2");
     return Status(StatusCode::kUnavailable, "no way");
   };
-  const std::vector<SocketAddress> three = {address("127.0.1.1"), address("2001:db8::1"), address("10.0.0.1")};
+  const std::vector<SocketAddress> three = {address("127.0.1.1"), address("2001:db8::1"),
+                                            address("10.0.0.1")};
   EXPECT_EQ(chosen(choose_address({"node7", 5000}, three, host, {}, false, only_v4)), "10.0.0.2");
 }
 

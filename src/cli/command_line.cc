@@ -340,6 +340,44 @@ void add_recordings(CLI::App& app, std::vector<std::string>& files) {
       ->check(not_empty);
 }
 
+void add_doctor(CLI::App& app, DoctorArguments& doctor) {
+  add_text(app, "--rendezvous", "Where a fleet would meet: is it this host's and free, or reached from here?",
+           "HOST:PORT", [&doctor](const std::string& text) {
+             doctor.rendezvous = value_or_throw(complete_rendezvous(text, "--rendezvous"));
+           });
+  add_text(app, "--interface", "The network interfaces that a fleet would use", "NAME,..",
+           [&doctor](const std::string& text) {
+             value_or_throw(parse_interface_list(text, "--interface"));
+             doctor.interfaces = text;
+           });
+  app.add_option("--fleet-dir,--directory", doctor.fleet_directory,
+                 "Where the processes of one host would meet; else TMPDIR is tried")
+      ->type_name("DIR")
+      ->check(not_empty);
+  add_text(
+      app, "--fleet", "The size of the fleet: trainer ranks and inference workers", "RANKSxWORKERS",
+      [&doctor](const std::string& text) {
+        const std::size_t x = std::min(text.find('x'), text.size());
+        const auto count = [&](std::string_view part) {
+          const auto number = parse_integer(part, "--fleet", 1, kMaxRanks);
+          if (!number.ok()) {
+            throw CLI::ValidationError(
+                fmt::format("--fleet: \"{}\" is no size such as 8x64, each side 1 to {}", text, kMaxRanks));
+          }
+          return static_cast<std::uint32_t>(*number);
+        };
+        doctor.fleet_ranks = count(std::string_view(text).substr(0, x));
+        doctor.fleet_workers = count(std::string_view(text).substr(std::min(x + 1, text.size())));
+      },
+      fmt::format("{}x{}", doctor.fleet_ranks, doctor.fleet_workers));
+  add_choice(app, "--transport", doctor.transport, kTransports,
+             "Look only at what this one needs; auto = all of them");
+  add_integer(app, "--ucx-workers", doctor.ucx_workers, 1, kMaxUcxWorkers, "As of a fleet's processes");
+  app.add_flag_function(
+      "--no-speed", [&doctor](std::int64_t) { doctor.speed = false; }, "Do not measure the transports' speed");
+  app.add_flag("--json", doctor.json, "One JSON object on standard output");
+}
+
 // ---- messages ---------------------------------------------------------------------------------------------
 
 std::size_t edit_distance(std::string_view a, std::string_view b) {
@@ -608,6 +646,11 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
       ->type_name("DIR");
   add_launcher_fd(*worker_app, worker.process.launcher_fd);
 
+  DoctorArguments doctor;
+  CLI::App* const doctor_app = app.add_subcommand(
+      "doctor", "Say what of this host makes a fleet slow or fail, and the command that helps");
+  add_doctor(*doctor_app, doctor);
+
   const auto chosen = [&]() -> const CLI::App& {
     const auto commands = app.get_subcommands();
     return commands.empty() ? app : *commands.front();
@@ -658,6 +701,7 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
       }
       return worker;
     }
+    if (doctor_app->parsed()) return doctor;
     return Notice{kExitUsage, app.help()};
   } catch (const CLI::CallForHelp&) {
     return Notice{kExitDone, app.help()};
@@ -689,6 +733,7 @@ int run(int argc, const char* const* argv) {
     int operator()(const SyncArguments& arguments) const { return run_sync(arguments); }
     int operator()(const TrainerArguments& arguments) const { return run_trainer(arguments); }
     int operator()(const WorkerArguments& arguments) const { return run_worker(arguments); }
+    int operator()(const DoctorArguments& arguments) const { return run_doctor(arguments); }
   };
   // A closed standard stream must not become the descriptor of something else, and what is written to it is
   // lost.

@@ -123,11 +123,23 @@ struct WorkerArguments {
   std::string dump;
 };
 
+struct DoctorArguments {
+  std::string rendezvous;       // "HOST:PORT", or empty
+  std::string interfaces;       // "eth0,eth1", or empty
+  std::string fleet_directory;  // or empty
+  std::uint32_t fleet_ranks = 8, fleet_workers = 8;
+  TransportKind transport = TransportKind::kAuto;  // kAuto: all
+  std::uint32_t ucx_workers = 1;
+  bool speed = true;
+  bool json = false;
+};
+
 int run_generate(const GenerateArguments& arguments);
 int run_inspect(const InspectArguments& arguments);
 int run_plan(const PlanArguments& arguments);
 int run_sync(const SyncArguments& arguments);
 int run_trainer(const TrainerArguments& arguments);
 int run_worker(const WorkerArguments& arguments);
+int run_doctor(const DoctorArguments& arguments);
 
 }  // namespace shardpull::cli

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "control/control.h"
 
@@ -15,5 +16,8 @@ Result<std::unique_ptr<Control>> start_grpc_hub(const ControlOptions& options, C
 
 // Everybody else: connects, waiting up to connect_timeout for the hub to appear, and says hello.
 Result<std::unique_ptr<Control>> connect_grpc_control(const ControlOptions& options, ControlSink& sink);
+
+// What is linked, for diagnosis: "gRPC 1.51.1".
+std::string describe_grpc();
 
 }  // namespace shardpull

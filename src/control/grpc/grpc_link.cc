@@ -78,7 +78,7 @@ Result<GrpcTarget> grpc_target(const std::string& address) {
 }
 
 std::string describe_grpc() {
-  return fmt::format("gRPC {}", grpc_version_string());
+  return fmt::format("gRPC {}", grpc::Version());
 }
 
 void prepare_grpc() {
