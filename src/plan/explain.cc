@@ -93,7 +93,7 @@ std::string path_reason(const InitTables& tables, const Chunk& chunk) {
   if (obstacle) return obstacle->reason;
   if (chunk.path == Path::kMapped) return "every owner's memory can be mapped on this host";
   if (chunk.path == Path::kDirect)
-    return "contiguous in the tensor and in the parameter, and reachable at every owner";
+    return "in long runs of bytes in the tensor and in the parameter, and reachable at every owner";
   return maps(tables.transport) ? "asked for, or read directly where it is contiguous"
                                 : fmt::format("not contiguous on both sides, below {}, or asked for; {} maps nothing",
                                               format_bytes(kMinDirectBytes), to_string(tables.transport));

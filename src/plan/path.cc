@@ -1,5 +1,7 @@
 #include "plan/path.h"
 
+#include <numeric>
+
 #include <fmt/format.h>
 
 #include "base/units.h"
@@ -40,6 +42,10 @@ std::string_view to_string(TransportKind transport) {
 
 bool maps(TransportKind transport) {
   return transport == TransportKind::kShm;
+}
+
+bool reads_vectored(TransportKind transport) {
+  return transport == TransportKind::kCma;
 }
 
 bool reads_any_memory(TransportKind transport) {
@@ -87,18 +93,19 @@ std::optional<MappingObstacle> why_not_reachable(const InitTables& tables,
   return std::nullopt;
 }
 
-bool contiguous_on_both_sides(const InitTables& tables, std::uint32_t name, std::uint32_t piece,
-                              DType wire_dtype, const Slice& slice, const Destination& destination) {
-  if (destination.dtype != wire_dtype || slice.regions.size() != 1) return false;
+std::uint64_t direct_run_bytes(const InitTables& tables, std::uint32_t name, std::uint32_t piece, DType wire_dtype,
+                               const Slice& slice, const Destination& destination) {
+  if (destination.dtype != wire_dtype || slice.regions.size() != 1) return 0;
+  if (piece != 0 && !contiguous_box(tables.ownership.pieces[piece - 1].box, tables.metadata[name].shape)) return 0;
   const std::vector<Dim>& dims = slice.regions.front().dims;  // canonical: neighbours are merged
-  if (dims.size() > 1 || (dims.size() == 1 && dims.front().stride != 1)) return false;
-  if (piece != 0 && !contiguous_box(tables.ownership.pieces[piece - 1].box, tables.metadata[name].shape)) return false;
-  std::int64_t expected = 1;
+  const std::int64_t in_source = dims.empty() ? 1 : dims.back().stride == 1 ? dims.back().size : 1;
+  std::int64_t in_parameter = 1;
   for (std::size_t d = destination.shape.size(); d-- > 0;) {
-    if (destination.shape[d] != 1 && destination.stride[d] != expected) return false;
-    expected *= destination.shape[d];
+    if (destination.shape[d] != 1 && destination.stride[d] != in_parameter) break;
+    in_parameter *= destination.shape[d];
   }
-  return expected == slice.numel();
+  const auto bytes = bytes_of(wire_dtype, std::gcd(in_source, in_parameter));
+  return bytes.ok() ? *bytes : 0;  // a run of F4 elements may end within a byte
 }
 
 }  // namespace shardpull

@@ -15,11 +15,17 @@ namespace shardpull {
 // to scatter it (docs/ARCHITECTURE.md, "Which path, and why").
 inline constexpr std::uint64_t kMinDirectBytes = 64 << 10;
 
+// A key that is no single run of bytes goes direct where one read takes many runs (reads_vectored) of at least
+// so many bytes each: beside a run of 1 KiB the kernel's work for it costs as much as to gather and to scatter.
+inline constexpr std::uint64_t kMinDirectRunBytes = 2 << 10;
+
 // Path mapped: the reader can map its peers' memory.
 bool maps(TransportKind transport);
 // Path direct reads memory wherever it lies. Others read what the transport knows: engine memory, export
 // buffers.
 bool reads_any_memory(TransportKind transport);
+// Many windows of a peer's memory are one system call, not a request each.
+bool reads_vectored(TransportKind transport);
 // What the transport cannot do that `policy` asks for, and what helps; nothing when it can. `transport` is not
 // kAuto.
 std::optional<std::string> illegal_pair(TransportKind transport, PathPolicy policy);
@@ -36,9 +42,10 @@ std::optional<MappingObstacle> why_not_reachable(const InitTables& tables,
                                                  const std::vector<std::uint32_t>& owners,
                                                  std::span<const ChunkKey> keys);
 
-// Whether the bytes of a key lie together where `name` (or its piece) is published as planned, and in the
-// parameter, with nothing to convert.
-bool contiguous_on_both_sides(const InitTables& tables, std::uint32_t name, std::uint32_t piece,
-                              DType wire_dtype, const Slice& slice, const Destination& destination);
+// The least run of bytes that lie together both where `name` (or its piece) is published as planned and in the
+// parameter; 0 when the key cannot be read without a conversion, or as runs of one length. The key's bytes: it
+// is contiguous on both sides.
+std::uint64_t direct_run_bytes(const InitTables& tables, std::uint32_t name, std::uint32_t piece, DType wire_dtype,
+                               const Slice& slice, const Destination& destination);
 
 }  // namespace shardpull

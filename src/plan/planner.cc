@@ -340,10 +340,10 @@ class Planner {
       return false;
     if (item.entries.size() != 1) return false;
     const Entry& entry = list[item.entries.front()];
-    if (!contiguous_on_both_sides(tables_, entry.name, entry.part.piece, entry.part.wire_dtype, entry.part.slice,
-                                  entry.part.destination)) {
-      return false;
-    }
+    const std::uint64_t run = direct_run_bytes(tables_, entry.name, entry.part.piece, entry.part.wire_dtype,
+                                               entry.part.slice, entry.part.destination);
+    const bool in_runs = reads_vectored(tables_.transport) && run >= kMinDirectRunBytes;
+    if (run == 0 || (run != item.bytes && !in_runs)) return false;
     ChunkKey key;
     key.name = entry.name;
     return !why_not_reachable(tables_, owners_of(owner_class), std::span(&key, 1));

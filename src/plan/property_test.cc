@@ -14,6 +14,7 @@
 
 #include "base/random.h"
 #include "plan/boxes.h"
+#include "plan/path.h"
 #include "plan/plan.h"
 #include "plan/plan_testing.h"
 
@@ -342,6 +343,9 @@ void check_chunks(const Problem& problem, const Recording& recording, const Work
       for (const PlannedScatter& scatter : chunk.scatters) {
         const ChunkKey& key = chunk.keys[scatter.key];
         ASSERT_EQ(key.slice.regions.size(), 1u);
+        const std::uint64_t run = direct_run_bytes(tables, key.name, key.piece, key.wire_dtype, key.slice,
+                                                   scatter.destination);
+        ASSERT_TRUE(run == key.bytes || (tables.transport == TransportKind::kCma && run >= kMinDirectRunBytes));
         ASSERT_EQ(key.wire_dtype, scatter.destination.dtype);
       }
     }

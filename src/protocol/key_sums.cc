@@ -9,12 +9,16 @@ namespace shardpull {
 
 Status check_sum(const InitTables& tables, const ChunkKey& key, std::uint32_t producer,
                  std::span<const std::byte> bytes, std::uint64_t expected) {
-  const std::uint64_t sum = checksum64(bytes);
+  return compare_sums(tables, key, producer, checksum64(bytes), expected);
+}
+
+Status compare_sums(const InitTables& tables, const ChunkKey& key, std::uint32_t producer, std::uint64_t sum,
+                    std::uint64_t expected) {
   if (sum == expected) return {};
   const std::string& name = tables.metadata[key.name].name;
   return Status(StatusCode::kDataLoss,
                 fmt::format("{} bytes of '{}' from {} are corrupt: their sum is {:016x}, {} made {:016x} of them",
-                            bytes.size(), name, trainer_name(producer), sum, trainer_name(producer), expected),
+                            key.bytes, name, trainer_name(producer), sum, trainer_name(producer), expected),
                 {.reason = Reason::kCorrupt,
                  .fault = Fault::kHost,
                  .retryable = true,

@@ -12,6 +12,7 @@
 #include "base/status_macros.h"
 #include "plan/integrity.h"
 #include "protocol/key_sums.h"
+#include "tensor/checksum.h"
 #include "tensor/shape.h"
 
 namespace shardpull {
@@ -75,8 +76,28 @@ std::vector<std::uint64_t> sums_by_key(const consumer_action::StartCopy& action)
   return sums;
 }
 
+// Calls `visit(offset in bytes, bytes)` for each contiguous run of a window of a parameter, row-major.
+template <typename Visit>
+void for_each_run(const Destination& window, std::size_t d, std::int64_t offset, std::size_t inner,
+                  std::int64_t run, Visit& visit) {
+  if (d == inner) return visit(offset, run);
+  const std::int64_t step = window.stride[d] * dtype_bits(window.dtype) / 8;
+  for (std::int64_t i = 0; i < window.shape[d]; ++i)
+    for_each_run(window, d + 1, offset + i * step, inner, run, visit);
+}
+
+template <typename Visit>
+void for_each_run(const Destination& window, Visit visit) {
+  std::size_t inner = window.shape.size();  // dims from here on are one run
+  std::int64_t elements = 1;
+  while (inner > 0 && (window.shape[inner - 1] == 1 || window.stride[inner - 1] == elements))
+    elements *= window.shape[--inner];
+  for_each_run(window, 0, window.offset * dtype_bits(window.dtype) / 8, inner,
+               elements * dtype_bits(window.dtype) / 8, visit);
+}
+
 // Reads that one key may take: a guard, as a key of the direct path is planned as one.
-constexpr std::size_t kMaxDirectParts = 1u << 16;
+constexpr std::size_t kMaxDirectParts = 1u << 18;
 
 Status producer_gone(std::uint32_t producer) {
   return Status(StatusCode::kUnavailable, fmt::format("trainer {} is gone", producer),
@@ -746,10 +767,13 @@ void ConsumerEngine::check_direct(const std::shared_ptr<DirectReads>& reads) {
     Status status;
     for (std::size_t c = 0; c < prepared.copies.size() && status.ok(); ++c) {
       const PreparedCopy& copy = prepared.copies[c];
-      // A direct key is one run of its parameter: that of the program out of a contiguous source.
-      const std::byte* const landed =
-          parameters_[copy.parameter]->memory() + copy.program.nests.front().dst_offset;
-      status = check_key(*prepared.chunk, copy, landed, reads->sums);
+      const Destination& landed = prepared.chunk->scatters[c].destination;
+      Hasher hasher;
+      for_each_run(landed, [&](std::int64_t offset, std::int64_t bytes) {
+        hasher.update({parameters_[copy.parameter]->memory() + offset, static_cast<std::size_t>(bytes)});
+      });
+      status = compare_sums(*tables_, prepared.chunk->keys[copy.key], prepared.chunk->runs[copy.run].producer,
+                            hasher.checksum(), reads->sums[copy.key]);
     }
     progress_.post([this, reads, status] { scatter_done(reads->sync_id, reads->chunk, status); });
   });

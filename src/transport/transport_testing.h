@@ -469,6 +469,37 @@ TYPED_TEST_P(TransportContract, DestructionEndsReads) {
   ASSERT_TRUE(pump({&pair.a}, [&] { return pair.a.count(Event::kClosed) == 1; }));
 }
 
+// Goal: two readers of one region in one process do not disturb each other: one is dropped while both read.
+TYPED_TEST_P(TransportContract, Case054TwoReadersOfOneRegionInOneProcess) {
+  Pair<TypeParam> pair;
+  const std::size_t bytes = 1u << 20;
+  const auto memory = pair.granted(bytes);
+  for (std::size_t i = 0; i < bytes; ++i) memory->ref().address[i] = coded_byte(i);
+  const RemoteRef window{memory->ref().region, memory->ref().generation, 0, bytes};
+  std::vector<std::byte> landed(bytes), dropped(bytes);
+  {
+    Side other(pair.backend.make("worker-1", 33, {}));
+    const auto address = pair.a.transport->listen();
+    ASSERT_TRUE(address.ok()) << address.status().to_string();
+    const auto connected = other.transport->connect(*address, kNanosPerSecond);
+    ASSERT_TRUE(connected.ok()) << connected.status().to_string();
+    const std::size_t accepted = pair.a.count(Event::kAccepted);
+    ASSERT_TRUE(other.transport->send(*connected, {.type = HotType::kHello}, nullptr, 0).ok());
+    ASSERT_TRUE(pump({&pair.a, &other}, [&] { return pair.a.count(Event::kMessage) == 2; }));
+    ASSERT_GE(pair.a.count(Event::kAccepted), accepted);
+    const EndpointId back = pair.a.last(Event::kMessage).endpoint;
+    ASSERT_TRUE(pair.a.transport->grant(back, memory).ok());
+    ASSERT_TRUE(pair.a.transport->send(back, pull(1), nullptr, 0).ok());
+    ASSERT_TRUE(pump({&pair.a, &other}, [&] { return other.count(Event::kMessage) == 1; }));
+    for (ReadToken token = 1; token <= 20; ++token)
+      other.transport->read(*connected, window, dropped.data(), token);
+    pair.b.transport->read(pair.b_to_a, window, landed.data(), 1);
+  }
+  ASSERT_TRUE(pair.pump_until([&] { return pair.b.count(Event::kRead) == 1; }));
+  EXPECT_TRUE(pair.b.last(Event::kRead).status.ok()) << pair.b.last(Event::kRead).status.to_string();
+  for (std::size_t i = 0; i < bytes; ++i) ASSERT_EQ(landed[i], coded_byte(i)) << i;
+}
+
 // Goal: exported memory outlives its transport.
 TYPED_TEST_P(TransportContract, MemoryOutlivesTheTransport) {
   std::shared_ptr<ExportedMemory> memory;
@@ -545,7 +576,8 @@ REGISTER_TYPED_TEST_SUITE_P(TransportContract, CarriesMessagesBothWaysInOrder,
                             RefusesMoreMemoryThanTheHostHas, EndsPeersThatDoNotRead,
                             KeepsWhatAPeerHasNotReadYet, CloseSendsWhatIsQueuedFirst,
                             CloseGivesUpOnAPeerThatReadsNothing, CallbacksMayCallBack,
-                            ReportsReadsBeforeTheEnd, DestructionEndsReads, MemoryOutlivesTheTransport,
+                            ReportsReadsBeforeTheEnd, DestructionEndsReads,
+                            Case054TwoReadersOfOneRegionInOneProcess, MemoryOutlivesTheTransport,
                             WakeEndsAWait, AllocatesFromAnyThread, LeaksNothingOverManyLives);
 
 }  // namespace shardpull::transport_testing
