@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -33,7 +34,7 @@
 namespace shardpull::cli {
 namespace {
 
-constexpr char kCommands[] = {'p', 'n'};  // by CopyKind
+constexpr char kCommands[] = {'p', 'n', 'v'};  // by CopyKind
 constexpr std::uint64_t kAlignment = 64;
 
 Status host_error(const char* what) {
@@ -62,6 +63,24 @@ void copy_non_temporal(std::byte* to, const std::byte* from, std::uint64_t bytes
 #else
   std::memcpy(to, from, bytes);
 #endif
+}
+
+// Whole, in as few calls as the kernel takes; gives up where it refuses.
+void read_vectored(std::vector<iovec> to, std::vector<iovec> from) {
+  constexpr std::size_t kMostVectors = 1024;  // UIO_MAXIOV
+  for (std::size_t at = 0; at < to.size();) {
+    const std::size_t count = std::min(kMostVectors, to.size() - at);
+    ssize_t got = process_vm_readv(getpid(), &to[at], count, &from[at], count, 0);
+    if (got <= 0) return;
+    for (; at < to.size() && static_cast<std::size_t>(got) >= to[at].iov_len; ++at) {
+      got -= static_cast<ssize_t>(to[at].iov_len);
+    }
+    if (at == to.size()) return;
+    for (iovec* const part : {&to[at], &from[at]}) {  // a call takes at most 2 GiB
+      part->iov_base = static_cast<std::byte*>(part->iov_base) + got;
+      part->iov_len -= static_cast<std::size_t>(got);
+    }
+  }
 }
 
 bool reply(int fd) {
@@ -110,6 +129,12 @@ void CopyProbe::run(Line* line, std::size_t index, std::size_t count, const std:
     copies.push_back({to, (*source)->data() + offset, bytes});
     offset += checked_align_up<std::uint64_t>(bytes, kAlignment).value_or(0);
   }
+  std::vector<iovec> to, from;
+  for (const Copy& copy : copies) {
+    if (copy.bytes == 0) continue;
+    to.push_back({copy.to, copy.bytes});
+    from.push_back({const_cast<std::byte*>(copy.from), copy.bytes});
+  }
   if (!reply(replies)) _exit(0);
 
   const SystemClock& clock = SystemClock::instance();
@@ -125,6 +150,8 @@ void CopyProbe::run(Line* line, std::size_t index, std::size_t count, const std:
     line->times[index].begin = clock.now_ns();
     if (command == kCommands[static_cast<int>(CopyKind::kNonTemporal)]) {
       for (const Copy& copy : copies) copy_non_temporal(copy.to, copy.from, copy.bytes);
+    } else if (command == kCommands[static_cast<int>(CopyKind::kVectored)]) {
+      read_vectored(to, from);
     } else {
       for (const Copy& copy : copies) std::memcpy(copy.to, copy.from, copy.bytes);
     }

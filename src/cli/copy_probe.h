@@ -22,6 +22,7 @@ namespace shardpull::cli {
 enum class CopyKind : std::uint8_t {
   kPlain,        // memcpy
   kNonTemporal,  // stores that bypass the caches; falls back to memcpy where the processor has none
+  kVectored,     // process_vm_readv of the process's own memory: what reads across processes cost at least
 };
 
 // Thread-compatible. Rounds do not block: begin(), then poll reply_fd() and call advance() until it says that

@@ -6,6 +6,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -17,6 +18,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/unique_fd.h"
+#include "cli/host_report.h"
 #include "plan/restrict.h"
 
 namespace shardpull::cli {
@@ -109,11 +111,23 @@ void become(const std::string& name) {
   set_log_identity(name);
   signal(SIGPIPE, SIG_IGN);
   mallopt(M_MMAP_THRESHOLD, 256 << 10);
+}
+
+Status check_descriptors(const FleetArguments& fleet, std::uint32_t ranks, std::uint32_t workers, bool launcher) {
   rlimit files{};
-  if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) {
-    files.rlim_cur = files.rlim_max;  // a segment is a descriptor
-    setrlimit(RLIMIT_NOFILE, &files);
+  if (getrlimit(RLIMIT_NOFILE, &files) != 0) return {};
+  if (files.rlim_cur < files.rlim_max) {
+    files.rlim_cur = files.rlim_max;
+    if (setrlimit(RLIMIT_NOFILE, &files) != 0 && getrlimit(RLIMIT_NOFILE, &files) != 0) return {};
   }
+  std::uint64_t needed = descriptors_needed(ranks, workers, fleet.transport, fleet.ucx_workers);
+  if (launcher) needed = std::max<std::uint64_t>(needed, 64 + 2ull * (ranks + workers));
+  if (files.rlim_cur >= needed) return {};
+  return Status(StatusCode::kResourceExhausted,
+                fmt::format("a process of a fleet of {} trainers and {} workers needs {} descriptors over {}, and {} "
+                            "are allowed: `ulimit -n {}` before it starts, once the hard limit allows it",
+                            ranks, workers, needed, to_string(fleet.transport), files.rlim_cur, needed),
+                {.reason = Reason::kLimit, .fault = Fault::kHost});
 }
 
 Result<std::vector<std::uint32_t>> later_names(const FleetArguments& fleet, const ModelInput& model) {

@@ -23,6 +23,11 @@ Result<std::vector<std::uint32_t>> later_names(const FleetArguments& fleet, cons
 // "--trainer pp=2 --inference tp=2,pp=1": what every process of a fleet must have been given alike.
 std::string describe_layouts(const FleetArguments& fleet);
 
+// Lets this process have as many descriptors as its hard limit allows, and checks that they are enough for its
+// part of a fleet of `ranks` and `workers`; a launcher has two to each process besides. The error says how
+// many it takes and how to allow them.
+Status check_descriptors(const FleetArguments& fleet, std::uint32_t ranks, std::uint32_t workers, bool launcher);
+
 // Prepares this process to be `name` ("worker 1"): log lines carry it, a peer that goes does not end it with
 // SIGPIPE, freed large blocks go back to the system at once.
 void become(const std::string& name);

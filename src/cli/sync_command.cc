@@ -28,6 +28,7 @@
 #include "cli/copy_probe.h"
 #include "cli/fleet_plan.h"
 #include "cli/model_input.h"
+#include "cli/process_setup.h"
 #include "cli/progress.h"
 #include "cli/recordings.h"
 #include "cli/run_directory.h"
@@ -120,7 +121,7 @@ class FleetRun {
   }
 
  private:
-  enum class Stage { kGathering, kBefore, kAfter, kNonTemporal };
+  enum class Stage { kGathering, kBefore, kAfter, kNonTemporal, kVectored };
 
   static void append(std::vector<std::string>& words, std::vector<std::string> more) {
     for (std::string& word : more) words.push_back(std::move(word));
@@ -155,6 +156,7 @@ class FleetRun {
       before_.reset();
       after_.reset();
       non_temporal_.reset();
+      vectored_.reset();
       begin_ns_ = SystemClock::instance().now_ns();
       std::fill(through_.begin(), through_.end(), 0);
     }
@@ -182,6 +184,11 @@ class FleetRun {
         return probe_->begin(CopyKind::kNonTemporal);
       case Stage::kNonTemporal:
         non_temporal_ = probe_->elapsed_ns();
+        if (arguments_.fleet.transport != TransportKind::kCma) return go_on();
+        stage_ = Stage::kVectored;
+        return probe_->begin(CopyKind::kVectored);
+      case Stage::kVectored:
+        vectored_ = probe_->elapsed_ns();
         return go_on();
     }
   }
@@ -216,6 +223,7 @@ class FleetRun {
     outcome->copy_before_ns = before_;
     outcome->copy_after_ns = after_;
     outcome->copy_non_temporal_ns = non_temporal_;
+    outcome->read_vectored_ns = vectored_;
     report_.processes.clear();
     for (const nlohmann::json& one : event.value("processes", nlohmann::json::array())) {
       auto memory = memory_report_from_json(one);
@@ -245,7 +253,7 @@ class FleetRun {
   std::uint64_t bytes_per_sync_ = 0;
   std::vector<std::string> recordings_;
   std::int64_t begin_ns_ = 0;
-  std::optional<std::int64_t> before_, after_, non_temporal_;
+  std::optional<std::int64_t> before_, after_, non_temporal_, vectored_;
 };
 
 Status prepare_host() {
@@ -323,6 +331,9 @@ std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress,
   options.withheld = arguments.withhold;
   auto plan = plan_fleet(*model, options);
   if (!plan.ok()) return failed(plan.status());
+  const Status descriptors =
+      check_descriptors(arguments.fleet, plan->holdings.ranks(), workers(arguments.fleet.inference), true);
+  if (!descriptors.ok()) return failed(descriptors);
   report.publish = plan->holdings.resident ? "resident" : "gather";
   std::uint64_t bytes_per_sync = 0;
   for (const HeldByRank& served : plan->holdings.served) bytes_per_sync += held_bytes(model->metadata, served);

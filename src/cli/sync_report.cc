@@ -361,6 +361,7 @@ std::string to_json_text(const RunReport& report) {
     one["memcpy_after_s"] = optional_seconds(sync.copy_after_ns);
     one["memcpy_steady"] = sync.memcpy_steady();
     one["non_temporal_s"] = optional_seconds(sync.copy_non_temporal_ns);
+    one["vectored_read_s"] = optional_seconds(sync.read_vectored_ns);
     one["ratio"] = limit && *limit > 0 ? ordered_json(static_cast<double>(sync.wall_ns) / *limit)
                                        : ordered_json(nullptr);
     one["export_copy_s"] = seconds(static_cast<double>(sync.export_ns()));

@@ -61,6 +61,7 @@ struct SyncOutcome {
 
   // Times of the plain copies beside this sync; absent where they were not measured.
   std::optional<std::int64_t> copy_before_ns, copy_after_ns, copy_non_temporal_ns;
+  std::optional<std::int64_t> read_vectored_ns;  // transport cma only
 
   std::uint64_t bytes_kept() const;
   std::uint64_t bytes_moved() const;

@@ -51,6 +51,7 @@ class TrainerRun {
                                 to_string(arguments_.fleet.trainer)),
                     {.reason = Reason::kBadArgument});
     }
+    SHARDPULL_RETURN_IF_ERROR(check_descriptors(arguments_.fleet, ranks_, workers_, false));
     SHARDPULL_ASSIGN_OR_RETURN(names_, later_names(arguments_.fleet, model));
     const auto replicas = static_cast<std::uint32_t>(arguments_.fleet.inference.replicas);
     SHARDPULL_ASSIGN_OR_RETURN(

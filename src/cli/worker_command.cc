@@ -30,6 +30,11 @@ class WorkerRun {
   Status run() {
     if (!arguments_.dump.empty()) SHARDPULL_RETURN_IF_ERROR(prepare_dump(arguments_.dump));
     SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
+    // How many ranks there are only the sender knows, where a layout file says it.
+    const TrainerSide& trainers = arguments_.fleet.trainer;
+    SHARDPULL_RETURN_IF_ERROR(check_descriptors(arguments_.fleet,
+                                                trainers.file.empty() ? trainers.layout.ranks() : 1,
+                                                workers(arguments_.fleet.inference), false));
     const bool recorded = !arguments_.recordings.empty();
     SHARDPULL_ASSIGN_OR_RETURN(const ModelInput input, open_model(arguments_.model, recorded));
     input_ = &input;

@@ -113,14 +113,21 @@ class FleetTest(unittest.TestCase):
         environment.update(more)
         return environment
 
-    def start(self, *words, environment=None, cwd=None):
+    def start(self, *words, environment=None, cwd=None, wrapper=(), before=None):
+        """Starts the command; `wrapper` are words that start it, `before` is called in its process first."""
+        return self.start_words(*wrapper, BINARY, *words, environment=environment, cwd=cwd, before=before)
+
+    def start_words(self, *words, environment=None, cwd=None, before=None):
         process = subprocess.Popen(
-            [BINARY, *map(str, words)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [*map(str, words)], preexec_fn=before, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             errors="replace", env=self.environment(**(environment or {})), cwd=cwd or self.directory)
         return Running(process, self.mark, time.monotonic())
 
-    def run_command(self, *words, timeout=60, environment=None):
-        running = self.start(*words, environment=environment)
+    def run_command(self, *words, timeout=60, environment=None, wrapper=(), before=None):
+        return self.run_words(*wrapper, BINARY, *words, timeout=timeout, environment=environment, before=before)
+
+    def run_words(self, *words, timeout=60, environment=None, before=None):
+        running = self.start_words(*words, environment=environment, before=before)
         try:
             return running.finish(timeout)
         except subprocess.TimeoutExpired:

@@ -164,14 +164,15 @@ class JsonOutput(FleetTest):
         self.check(report, {
             "shardpull": int, "software": str, "exact": bool, "parameters": int, "bytes_compared": int,
             "model": {"name": str, "tensors": int, "bytes": int},
-            "settings": {"trainer": str, "inference": str, "path": str, "ring_depth": int, "lookahead": int,
+            "settings": {"trainer": str, "inference": str, "path": str, "transport": str, "ring_depth": int, "lookahead": int,
                          "max_chunk_bytes": int, "chunk_split": int, "pull_split": int, "publish": str, "names": [str],
                          "export_pack_limit_bytes": int},
             "notes": [str],
             "syncs": [{
                 "sync": int, "version": int, "wall_s": float, "bytes_kept": int, "bytes_moved": int, "padding_bytes": int,
                 "memcpy_limit_s": float,
-                "memcpy_before_s": float, "memcpy_after_s": float, "memcpy_steady": bool, "non_temporal_s": float, "ratio": float,
+                "memcpy_before_s": float, "memcpy_after_s": float, "memcpy_steady": bool, "non_temporal_s": float,
+                "vectored_read_s": type(None), "ratio": float,
                 "export_copy_s": float, "export_bytes": int, "packs": int, "packed_bytes": int,
                 "workers": [{"worker": int, "bytes_kept": int, "bytes_moved": int, "update_s": float, "copy_s": float, "exact": bool}],
                 "ranks": [{"rank": int, "export_copy_s": float, "export_bytes": int, "peak_resident_bytes": int, "packs": int,
