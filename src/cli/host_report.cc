@@ -354,88 +354,89 @@ Finding of_hostname(const HostFacts& facts) {
   return out;
 }
 
-void add_rendezvous(const HostFacts& facts, std::vector<Finding>& out) {
+bool any_address(const RendezvousFacts& facts) {
+  return std::any_of(facts.addresses.begin(), facts.addresses.end(), [](const SocketAddress& each) {
+    return each.host() == "0.0.0.0" || each.host() == "::";
+  });
+}
+
+Finding of_rendezvous(const HostFacts& facts) {
   const RendezvousFacts& its = *facts.rendezvous;
   const std::string shown = to_string(its.address);
   const std::vector<Candidate> ranked = rank_addresses(facts.interfaces);
   const std::string own = ranked.empty() ? "10.0.0.7" : ranked.front().address.host();
   const std::string example = to_string(HostPort{own, its.address.port});
-  Finding found{.name = "rendezvous", .transports = kAll};
-  const auto fails = [&](std::string text, std::string fix) {
-    found.severity = Severity::kFails;
-    found.text = fmt::format("{}: {}", shown, text);
-    found.fix = std::move(fix);
-    out.push_back(found);
+  const auto fails = [&](std::string_view text, std::string fix) {
+    return Finding{.name = "rendezvous",
+                   .severity = Severity::kFails,
+                   .transports = kAll,
+                   .text = fmt::format("{}: {}", shown, text),
+                   .fix = std::move(fix)};
+  };
+  const auto ok = [&](std::string_view text) {
+    return Finding{.name = "rendezvous",
+                   .transports = kAll,
+                   .text = fmt::format("{} ({}) is {}", shown, hosts(its.addresses), text)};
   };
   if (!its.resolves.ok()) {
     return fails(
         its.resolves.message(),
-        fmt::format(
-            "--rendezvous with a numeric address, such as {}, or a line for {} in /etc/hosts on every "
-            "host",
-            example, its.address.host));
+        fmt::format("--rendezvous with a numeric address, such as {}, or a line for {} in /etc/hosts on "
+                    "every host",
+                    example, its.address.host));
   }
-  const std::string all = hosts(its.addresses);
-  if (std::any_of(its.addresses.begin(), its.addresses.end(), [](const SocketAddress& each) {
-        return each.host() == "0.0.0.0" || each.host() == "::";
-      })) {
+  if (any_address(its)) {
     return fails("this is every address of a host and none to connect to",
                  fmt::format("--rendezvous with an address of trainer 0's host, such as {}", example));
   }
   const std::string trap = loopback_trap(its.address, its.addresses, facts.interfaces);
-  const bool meant =
-      its.address.host == "localhost" || its.address.host == all;  // loopback by name or number
+  const bool meant = its.address.host == "localhost" || its.address.host == hosts(its.addresses);
   if (!trap.empty() && !meant) {
     return fails(trap, fmt::format("--rendezvous {} on every host, or an /etc/hosts whose line for {} has it",
                                    example, its.address.host));
   }
   if (its.local && !its.can_listen.ok()) {
-    const std::string who =
-        its.answer == Answer::kSender
-            ? "; the sender of a fleet is there"
-            : (its.answer == Answer::kOther ? fmt::format("; what is there is no fleet ({})", its.answer_text)
-                                            : "");
+    std::string who;
+    if (its.answer == Answer::kSender) who = "; the sender of a fleet is there";
+    if (its.answer == Answer::kOther) who = fmt::format("; what is there is no fleet ({})", its.answer_text);
     return fails(
         its.can_listen.message() + who,
         fmt::format("another port, or end what listens there (ss -ltnp 'sport = :{}')", its.address.port));
   }
   if (its.local) {
-    found.text = fmt::format("{} ({}) is this host's, and the port is free", shown, all);
-    if (!trap.empty()) found.text += "; for a fleet on this host alone";
-  } else {
-    switch (its.answer) {
-      case Answer::kNobody:
-        found.text =
-            fmt::format("{} ({}) is another host, which answers; no sender listens there yet", shown, all);
-        break;
-      case Answer::kSender:
-        found.text = fmt::format("{} ({}) is another host, where the sender of a fleet listens", shown, all);
-        break;
-      case Answer::kOther:
-        return fails(
-            fmt::format("another host, where something listens that is no fleet ({})", its.answer_text),
-            "another port, or end what listens there");
-      case Answer::kUnreachable:
-        return fails(fmt::format("another host, which does not answer ({})", its.answer_text),
-                     fmt::format("ip route get {}; open TCP port {} in the firewalls between",
-                                 its.addresses.front().host(), its.address.port));
-    }
+    return ok(trap.empty() ? "this host's, and the port is free"
+                           : "this host's, and the port is free; for a fleet on this host alone");
   }
-  out.push_back(found);
+  switch (its.answer) {
+    case Answer::kSender:
+      return ok("another host, where the sender of a fleet listens");
+    case Answer::kOther:
+      return fails(
+          fmt::format("another host, where something listens that is no fleet ({})", its.answer_text),
+          "another port, or end what listens there");
+    case Answer::kUnreachable:
+      return fails(fmt::format("another host, which does not answer ({})", its.answer_text),
+                   fmt::format("ip route get {}; open TCP port {} in the firewalls between",
+                               its.addresses.front().host(), its.address.port));
+    case Answer::kNobody:
+      break;
+  }
+  return ok("another host, which answers; no sender listens there yet");
+}
 
-  Finding told{.name = "advertised-address", .transports = kBetweenHosts};
-  if (!its.told_status.ok()) {
-    told.severity = Severity::kFails;
-    told.text = its.told_status.message();
-    told.fix = "--interface with an interface that leads to the other hosts";
-  } else {
-    told.text = fmt::format("peers are told {}", its.told);
-    const auto resolved = resolve({its.told, 0});
-    const bool loopback = resolved.ok() && resolved->front().loopback();
-    told.text += loopback ? ", which is for a fleet on this host alone"
-                          : "; listening there takes --insecure-listen, as nothing is encrypted";
+Finding of_advertised_address(const RendezvousFacts& facts) {
+  Finding out{.name = "advertised-address", .transports = kBetweenHosts};
+  if (!facts.told_status.ok()) {
+    out.severity = Severity::kFails;
+    out.text = facts.told_status.message();
+    out.fix = "--interface with an interface that leads to the other hosts";
+    return out;
   }
-  out.push_back(told);
+  const bool loopback = facts.told.starts_with("127.") || facts.told == "::1";
+  out.text = fmt::format("peers are told {}{}", facts.told,
+                         loopback ? ", which is for a fleet on this host alone"
+                                  : "; listening there takes --insecure-listen, as nothing is encrypted");
+  return out;
 }
 
 Finding of_fleet_directory(const DirectoryFacts& directory) {
@@ -555,7 +556,12 @@ std::vector<Finding> findings_of(const HostFacts& facts, const DoctorArguments& 
   all.push_back(of_down_interfaces(facts));
   if (!facts.named_interfaces.empty()) all.push_back(of_named_interfaces(facts));
   all.push_back(of_hostname(facts));
-  if (facts.rendezvous) add_rendezvous(facts, all);
+  if (facts.rendezvous) {
+    all.push_back(of_rendezvous(facts));
+    if (facts.rendezvous->resolves.ok() && !any_address(*facts.rendezvous)) {
+      all.push_back(of_advertised_address(*facts.rendezvous));
+    }
+  }
   if (facts.fleet_directory) all.push_back(of_fleet_directory(*facts.fleet_directory));
   all.push_back(of_temporary_directory(facts.temporary_directory));
   if (!facts.ucx_environment.empty()) all.push_back(of_ucx_environment(facts));
