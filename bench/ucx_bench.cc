@@ -213,6 +213,7 @@ void tcp_read(benchmark::State& state, const Case& wanted) {
   options.token = options.incarnation = 1;
   options.self_name = "bench";
   options.host = there;
+  options.workers = static_cast<std::uint32_t>(wanted.streams);
   Pipe tell, go;
   const Other owner([&] {
     if (wanted.veth) {

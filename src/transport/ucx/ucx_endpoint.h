@@ -16,6 +16,7 @@
 #include "transport/regions.h"
 #include "transport/ucx/ucx_frame.h"
 #include "transport/ucx/ucx_memory.h"
+#include "transport/ucx/ucx_reads.h"
 
 namespace shardpull {
 
@@ -81,29 +82,36 @@ struct UcxEndpoint {
   std::deque<std::uint64_t> fetching;  // reads to fetch, in order
   std::uint32_t gets = 0;              // under way
   std::deque<UcxServe> serving;        // reads to send, in order
-  std::uint32_t fragments = 0;         // under way
+  // Under way, by UCX worker: as many as both sides have, none before the hellos.
+  std::vector<std::uint32_t> fragments;
 
   bool report = false;  // kEnding: whether on_closed is called
   Status why;
-  bool let_go = false;           // kEnding: UCX has closed it
+  std::size_t closing = 0;       // kEnding: UCX workers that have not closed it
+  bool let_go = false;           // kEnding: all have
   std::int64_t deadline_ns = 0;  // kOpen: to have said hello; kLingering, kEnding: when to stop waiting
 };
 
 class UcxTransport;
+class UcxLane;
 
-// Something UCX was asked to do and will report. Holds what must live until then.
+// Something UCX was asked to do and will report. Holds what must live until then. Of one thread at a time: the
+// progress thread's, or of the lane it was given to.
 struct UcxOperation {
   enum class Kind { kSend, kFragment, kReceive, kGet, kClose };
 
   UcxTransport* transport = nullptr;
+  UcxLane* lane = nullptr;
   EndpointId endpoint = 0;
   Kind kind = Kind::kSend;
   std::uint64_t bytes = 0;
-  std::uint64_t read = 0;
   std::array<std::byte, kUcxHeaderBytes> header{};
   std::vector<std::byte> data;
+  // kFragment: of which read of the peer's, out of what memory, on which UCX worker.
+  std::uint64_t read = 0;
   std::shared_ptr<const UcxBlock> block;
-  std::shared_ptr<const UcxRemoteRegion> region;
+  std::size_t lane_number = 0;
+  UcxReads::Part part;  // kReceive, kGet
 };
 
 }  // namespace shardpull

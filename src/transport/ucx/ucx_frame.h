@@ -5,7 +5,8 @@
 //    4 u16 wire version   7 u8 0        16 u64 incarnation   28 u32 generation   40 u64 offset   56 u64 0
 //
 //   hello     read: the key that the sender wants before each of the peer's messages; offset: the length of
-//             the name; bytes: of data.              data: the sender's name, then its UCX worker's address
+//             the name; bytes: of data.              data: the sender's name; then its transports, for people
+//                                                    (string); the addresses of its UCX workers (list of strings)
 //   grant     region, generation, bytes.             data: UCX's remote key
 //   retire    region, generation
 //   read      region, generation, read, offset, bytes
@@ -27,7 +28,8 @@ namespace shardpull {
 inline constexpr std::uint32_t kUcxMagic = 0x58555053;  // "SPUX" in memory
 inline constexpr std::size_t kUcxFrameBytes = kHotHeaderBytes;
 inline constexpr std::size_t kMaxUcxNameBytes = 64;
-inline constexpr std::size_t kMaxUcxAddressBytes = 64u << 10;
+inline constexpr std::size_t kMaxUcxTransportsBytes = 256;
+inline constexpr std::size_t kMaxUcxHelloDataBytes = 64u << 10;
 inline constexpr std::size_t kMaxUcxFrameDataBytes = 64u << 10;  // of a frame that is not data
 
 enum class UcxFrameKind : std::uint8_t {

@@ -85,21 +85,28 @@ Result<const UcxLibrary*> load() {
   }
   unsigned major = 0, minor = 0, release = 0;
   if (library->ucp_get_version != nullptr) library->ucp_get_version(&major, &minor, &release);
+  library->major = major;
+  library->minor = minor;
   library->description = fmt::format("UCX {}.{}.{}, {}", major, minor, release, path);
-  if (!missing.empty() || UCP_VERSION(major, minor) < UCP_API_VERSION) {
-    const Status too_old = unusable(
-        StatusCode::kFailedPrecondition,
-        fmt::format(
-            "{} is older than {}.{}, which this was built with{}{}; point LD_LIBRARY_PATH at a newer one",
-            library->description, UCP_API_MAJOR, UCP_API_MINOR, missing.empty() ? "" : "; it lacks",
-            missing));
+  if (Status usable = check_ucx_version(major, minor, release, path, missing); !usable.ok()) {
     delete library;
-    return too_old;
+    return usable;
   }
   return library;
 }
 
 }  // namespace
+
+Status check_ucx_version(unsigned major, unsigned minor, unsigned release, const std::string& path,
+                         const std::string& missing) {
+  const bool newer_major = major > UCP_API_MAJOR;
+  if (missing.empty() && !newer_major && UCP_VERSION(major, minor) >= UCP_API_VERSION) return {};
+  return unusable(StatusCode::kFailedPrecondition,
+                  fmt::format("UCX {}.{}.{}, {} cannot be used: this was built with {}.{} and takes that or a newer "
+                              "{}.x{}{}; point LD_LIBRARY_PATH at one",
+                              major, minor, release, path, UCP_API_MAJOR, UCP_API_MINOR, UCP_API_MAJOR,
+                              missing.empty() ? "" : "; it lacks", missing));
+}
 
 Result<const UcxLibrary*> load_ucx() {
   static const Result<const UcxLibrary*>* const loaded = new Result<const UcxLibrary*>(load());

@@ -51,8 +51,15 @@ struct UcxLibrary {
   SHARDPULL_UCP_FUNCTIONS(SHARDPULL_POINTER)
   SHARDPULL_UCS_FUNCTIONS(SHARDPULL_POINTER)
 #undef SHARDPULL_POINTER
+  unsigned major = 0, minor = 0;
   std::string description;  // "UCX 1.13.1, /usr/lib/x86_64-linux-gnu/libucp.so.0"
 };
+
+// Whether a library that says it is `major`.`minor`.`release`, at `path`, can be used: OK for what this was built
+// with and all newer minor versions. FAILED_PRECONDITION names both versions and the path, and the functions it
+// lacks (`missing`, each with a blank before it).
+Status check_ucx_version(unsigned major, unsigned minor, unsigned release, const std::string& path,
+                         const std::string& missing);
 
 // Thread-safe. Loads libucp.so.0 as the dynamic linker finds it, once. Signal handlers that it installs for
 // errors are undone, and its log lines go to ours. UNAVAILABLE when it is not there, FAILED_PRECONDITION when

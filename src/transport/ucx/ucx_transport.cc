@@ -17,6 +17,7 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
@@ -27,14 +28,17 @@
 
 #include <fmt/format.h>
 
+#include "base/encoder.h"
 #include "base/host_port.h"
 #include "base/identity.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "transport/ucx/ucx_endpoint.h"
 #include "transport/ucx/ucx_frame.h"
+#include "transport/ucx/ucx_lane.h"
 #include "transport/ucx/ucx_library.h"
 #include "transport/ucx/ucx_memory.h"
+#include "transport/ucx/ucx_reads.h"
 
 namespace shardpull {
 namespace {
@@ -47,7 +51,6 @@ constexpr int kEventsPerRound = 64;
 constexpr int kAcceptsPerRound = 64;
 constexpr std::int64_t kAcceptPauseNs = 100 * kNanosPerMilli;  // when the process is out of descriptors
 constexpr std::uint64_t kSocketBufferBytes = 4u << 20;
-constexpr unsigned kActiveMessage = 1;           // the one id of ours
 constexpr std::uint64_t kEagerReadBytes = 4096;  // smaller than a rendezvous is worth
 // Over TCP a rendezvous moves the same messages through the same buffers, and waits for the reader before each
 // fragment. So fragments are sent at once, each in one of UCX's segments, from which it is copied while the
@@ -55,6 +58,9 @@ constexpr std::uint64_t kEagerReadBytes = 4096;  // smaller than a rendezvous is
 constexpr std::uint64_t kTcpFragmentBytes = 512u << 10;
 constexpr std::uint64_t kTcpSegmentBytes = kTcpFragmentBytes + (4u << 10);  // with the headers
 constexpr int kRoundsPerProgress = 256;          // of UCX's own progress, before what it brought is looked at
+// With shared memory beside TCP, 1.13 may touch a connection that it has freed, when one of several workers ends
+// it. 1.22 does not; what lies between was not tried.
+constexpr unsigned kManyWorkersVersion = UCP_VERSION(1, 22);
 constexpr std::size_t kMaxUnproven = 1024;       // accepted peers that have not said hello
 constexpr std::size_t kMaxServes = 65'536;       // reads of one peer waiting
 constexpr std::uint64_t kMaxEarlyBytes = 64u << 20;
@@ -113,10 +119,14 @@ bool has_rdma_lane(const UcxLibrary& ucx, ucp_ep_h handle) {
 
 class UcxTransport final : public Transport {
  public:
-  UcxTransport(UcxOptions options, SocketAddress own, std::shared_ptr<UcxContext> context)
+  UcxTransport(UcxOptions options, std::string interface, SocketAddress own, std::shared_ptr<UcxContext> context)
       : options_(std::move(options)),
+        interface_(std::move(interface)),
         tcp_(options_.transports == "tcp"),
         eager_bytes_(tcp_ ? kTcpFragmentBytes : kEagerReadBytes),
+        workers_(tcp_ || UCP_VERSION(context->ucx.major, context->ucx.minor) >= kManyWorkersVersion
+                     ? options_.workers
+                     : 1),
         fragment_bytes_(tcp_ ? std::min(options_.fragment_bytes, kTcpFragmentBytes) : options_.fragment_bytes),
         own_(own),
         context_(std::move(context)),
@@ -144,25 +154,6 @@ class UcxTransport final : public Transport {
   TransportCounters counters() const override;
 
  private:
-  struct Read {
-    EndpointId endpoint = 0;
-    ReadToken token = 0;
-    std::uint64_t offset = 0;  // in the region
-    std::uint64_t bytes = 0;
-    std::byte* local = nullptr;
-    std::shared_ptr<const UcxRemoteRegion> region;
-    std::uint64_t asked = 0;  // bytes under way or landed
-    std::uint64_t landed = 0;
-    std::uint32_t operations = 0;  // that may write to `local`
-    Status failed;
-  };
-  struct SettledRead {
-    EndpointId endpoint = 0;
-    ReadToken token = 0;
-    std::uint64_t bytes = 0;
-    Status status;
-  };
-
   // ---- called by UCX, on the progress thread, from within its progress: they only note what happened ----
   static void on_error(void* self, ucp_ep_h handle, ucs_status_t status);
   static ucs_status_t on_active_message(void* self, const void* header, std::size_t header_length, void* data,
@@ -171,9 +162,8 @@ class UcxTransport final : public Transport {
   static void on_received(void* request, ucs_status_t status, std::size_t length, void* operation);
   ucs_status_t take_active_message(const void* header, std::size_t header_length, void* data,
                                    std::size_t length, const ucp_am_recv_param_t& param);
-  ucs_status_t take_data(UcxEndpoint& endpoint, const UcxFrame& frame, void* data, std::size_t length,
-                         bool rendezvous);
-  void note_failure(EndpointId endpoint, Status why);
+  void begin_receive(UcxEndpoint& endpoint, void* data, UcxReads::Part part);
+  void note_failure(EndpointId endpoint, Status why) { reads_.fail_endpoint(endpoint, std::move(why)); }
 
   // ---- operations ----
   UcxOperation* begin(UcxEndpoint& endpoint, UcxOperation::Kind kind);
@@ -198,6 +188,7 @@ class UcxTransport final : public Transport {
   void take_in_order(UcxIncoming incoming, TransportSink& sink);
   void take_early(EndpointId id, TransportSink& sink);
   Status take(UcxEndpoint& endpoint, const UcxIncoming& incoming, TransportSink& sink);
+  std::string transports_text() const;
   Status check_sender(const UcxEndpoint& endpoint, FleetToken token, Incarnation incarnation) const;
   Status take_grant(UcxEndpoint& endpoint, const UcxFrame& frame, const std::vector<std::byte>& data);
   Status take_read(UcxEndpoint& endpoint, const UcxFrame& frame);
@@ -206,7 +197,8 @@ class UcxTransport final : public Transport {
   void pump_all();
   void pump_serves(UcxEndpoint& endpoint);
   void pump_gets(UcxEndpoint& endpoint);
-  void settle_if_over(std::uint64_t id, Read& read);
+  void send_fragment(UcxEndpoint& endpoint, UcxServe& serve, std::size_t lane);
+  void take_from_lanes();
   void settle(EndpointId endpoint, ReadToken token, std::uint64_t bytes, Status status);
 
   // Ends an endpoint: UCX lets go of it, then its reads fail, then it is reported.
@@ -225,22 +217,24 @@ class UcxTransport final : public Transport {
   Status wait(std::int64_t timeout_ns);
   std::int64_t next_timer_ns() const;
   bool work_waits() const {
-    return !accepted_.empty() || !greeted_.empty() || !inbox_.empty() || !failures_.empty() ||
-           !settled_.empty() || !closed_.empty();
+    return !accepted_.empty() || !greeted_.empty() || !inbox_.empty() || !closed_.empty() || reads_.has_news() ||
+           std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->has_done(); });
   }
 
   const UcxOptions options_;
+  const std::string interface_;  // that UCX is held to, or empty
   const bool tcp_;                      // and nothing else
   const std::uint64_t eager_bytes_;     // larger fragments are sent by rendezvous
+  const std::size_t workers_;
   const std::uint64_t fragment_bytes_;  // of a read
   const SocketAddress own_;
   const std::shared_ptr<UcxContext> context_;
   const UcxLibrary& ucx_;
   const SystemClock& clock_ = SystemClock::instance();
 
-  ucp_worker_h worker_ = nullptr;
-  int event_fd_ = -1;  // the worker's
-  std::vector<std::byte> worker_address_;
+  std::unique_ptr<UcxWorker> worker_;             // carries messages, and data
+  std::vector<std::unique_ptr<UcxLane>> lanes_;  // carry data
+  std::vector<std::byte> hello_data_;            // the same for all peers
   UniqueFd epoll_;
   UniqueFd listener_;
   std::string listen_address_;
@@ -256,14 +250,11 @@ class UcxTransport final : public Transport {
   std::vector<EndpointId> accepted_;  // to be reported
   std::vector<EndpointId> greeted_;   // may have sent messages before their hello was read
   std::vector<UcxIncoming> inbox_;    // to be looked at
-  std::vector<std::pair<EndpointId, Status>> failures_;
   std::vector<EndpointId> closed_;   // to be reported, and removed
   std::vector<EndpointId> to_pump_;  // with room for more fragments
   std::unordered_set<std::string> refused_peers_;
 
-  std::uint64_t last_read_ = 0;
-  std::unordered_map<std::uint64_t, Read> reads_;
-  std::vector<SettledRead> settled_;
+  UcxReads reads_;
 
   std::atomic<std::uint64_t> payload_bytes_read_{0}, header_bytes_{0}, messages_{0}, open_endpoints_{0};
 };
@@ -271,40 +262,30 @@ class UcxTransport final : public Transport {
 // ---- life ----
 
 Status UcxTransport::start() {
-  ucp_worker_params_t params{};
-  params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE | UCP_WORKER_PARAM_FIELD_FLAGS;
-  params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
-  params.flags = UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK;
-  ucs_status_t status = ucx_.ucp_worker_create(context_->context, &params, &worker_);
-  if (status != UCS_OK) {
-    worker_ = nullptr;
-    return ucx_error(ucx_, status, "no UCX worker");
+  SHARDPULL_ASSIGN_OR_RETURN(worker_, UcxWorker::make(context_, &UcxTransport::on_active_message, this));
+  while (lanes_.size() + 1 < workers_) {
+    SHARDPULL_ASSIGN_OR_RETURN(std::unique_ptr<UcxLane> lane, UcxLane::start(context_, reads_));
+    lanes_.push_back(std::move(lane));
   }
-  status = ucx_.ucp_worker_get_efd(worker_, &event_fd_);
-  if (status != UCS_OK) return ucx_error(ucx_, status, "UCX cannot wait for events with these transports");
-  ucp_worker_attr_t attributes{};
-  attributes.field_mask = UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER | UCP_WORKER_ATTR_FIELD_ADDRESS;
-  status = ucx_.ucp_worker_query(worker_, &attributes);
-  if (status == UCS_OK) {
-    const auto* const bytes = reinterpret_cast<const std::byte*>(attributes.address);
-    worker_address_.assign(bytes, bytes + attributes.address_length);
-    ucx_.ucp_worker_release_address(worker_, attributes.address);
+  ByteWriter hello;
+  hello.raw(std::as_bytes(std::span(options_.self_name)));
+  const std::string text = transports_text();
+  hello.string(text);
+  hello.u32(static_cast<std::uint32_t>(workers_));
+  const auto add_address = [&](const std::vector<std::byte>& address) {
+    hello.u32(static_cast<std::uint32_t>(address.size()));
+    hello.raw(address);
+  };
+  add_address(worker_->address());
+  for (const auto& lane : lanes_) add_address(lane->address());
+  hello_data_ = hello.take();
+  if (hello_data_.size() > kMaxUcxHelloDataBytes) {
+    return host_error(fmt::format("the addresses of {} UCX workers take {} bytes, above the limit of {}: name fewer "
+                                  "transports or interfaces, or have fewer workers (--ucx-workers)",
+                                  workers_, hello_data_.size(), kMaxUcxHelloDataBytes));
   }
-  if (status != UCS_OK || attributes.max_am_header < kUcxHeaderBytes) {
-    return host_error(fmt::format("UCX's headers hold {} bytes with these transports, not {}",
-                                  attributes.max_am_header, kUcxHeaderBytes));
-  }
-  ucp_am_handler_param_t handler{};
-  handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
-                       UCP_AM_HANDLER_PARAM_FIELD_ARG | UCP_AM_HANDLER_PARAM_FIELD_FLAGS;
-  handler.id = kActiveMessage;
-  handler.flags = UCP_AM_FLAG_WHOLE_MSG;
-  handler.cb = &UcxTransport::on_active_message;
-  handler.arg = this;
-  status = ucx_.ucp_worker_set_am_recv_handler(worker_, &handler);
-  if (status != UCS_OK) return ucx_error(ucx_, status, "UCX takes no handler");
   epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
-  if (!epoll_ || !watch(event_fd_, kWorkerKey) || !watch(context_->wake_fd.get(), kWakeKey)) {
+  if (!epoll_ || !watch(worker_->event_fd(), kWorkerKey) || !watch(context_->wake_fd.get(), kWakeKey)) {
     return host_error(fmt::format("the ucx transport cannot wait for events: {}", std::strerror(errno)));
   }
   return {};
@@ -328,7 +309,8 @@ UcxTransport::~UcxTransport() {
   const std::int64_t give_up_ns = now_ns + kDestructorLingerNs + kLetGoNs;
   while (!endpoints_.empty() && clock_.now_ns() < give_up_ns && progress(10 * kNanosPerMilli, silence).ok()) {
   }
-  ucx_.ucp_worker_destroy(worker_);  // nothing of ours is touched any more
+  lanes_.clear();
+  worker_.reset();  // nothing of ours is touched any more
 }
 
 Result<std::shared_ptr<ExportedMemory>> UcxTransport::allocate(std::uint64_t bytes, std::string_view what) {
@@ -452,11 +434,9 @@ Result<UcxEndpoint*> UcxTransport::add(UniqueFd socket, std::string peer, bool a
                                      .incarnation = options_.incarnation,
                                      .read = endpoint->own_key,
                                      .offset = name.size(),
-                                     .bytes = name.size() + worker_address_.size()});
+                                     .bytes = hello_data_.size()});
   std::vector<std::byte> hello(frame.begin(), frame.end());
-  const auto name_bytes = std::as_bytes(std::span(name));
-  hello.insert(hello.end(), name_bytes.begin(), name_bytes.end());
-  hello.insert(hello.end(), worker_address_.begin(), worker_address_.end());
+  hello.insert(hello.end(), hello_data_.begin(), hello_data_.end());
   const ssize_t sent = ::send(socket.get(), hello.data(), hello.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent != static_cast<ssize_t>(hello.size()) || !watch(socket.get(), endpoint->id)) {
     return Status(StatusCode::kUnavailable,
@@ -544,7 +524,7 @@ void UcxTransport::finished(UcxOperation* raw, ucs_status_t status) {
       }
       return;
     case Kind::kFragment:
-      --endpoint->fragments;
+      --endpoint->fragments[operation->lane_number];
       to_pump_.push_back(endpoint->id);
       // A reader that gave the read up refuses it, and ignores this; every other one must not wait for ever.
       if (status != UCS_OK && endpoint->state == UcxEndpoint::State::kOpen) {
@@ -558,20 +538,14 @@ void UcxTransport::finished(UcxOperation* raw, ucs_status_t status) {
         --endpoint->gets;
         to_pump_.push_back(endpoint->id);
       }
-      const auto read = reads_.find(operation->read);
-      if (read == reads_.end()) return;
-      --read->second.operations;
-      if (status == UCS_OK) {
-        read->second.landed += operation->bytes;
-      } else if (read->second.failed.ok()) {
-        read->second.failed =
-            ucx_error(ucx_, status, fmt::format("a read from {} failed", endpoint->peer), endpoint->peer);
-      }
-      settle_if_over(read->first, read->second);
-      return;
+      return reads_.landed(operation->part, status == UCS_OK
+                                                ? Status()
+                                                : ucx_error(ucx_, status,
+                                                            fmt::format("a read from {} failed", endpoint->peer),
+                                                            endpoint->peer));
     }
     case Kind::kClose:
-      endpoint->let_go = true;
+      endpoint->let_go = --endpoint->closing == 0;
       return;
   }
 }
@@ -596,7 +570,7 @@ void UcxTransport::pass_on(UcxEndpoint& endpoint, UcxOperation* operation) {
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_AM_SEND_FLAG_EAGER;
   answered(operation,
-           ucx_.ucp_am_send_nbx(endpoint.handle, kActiveMessage, operation->header.data(), kUcxHeaderBytes,
+           ucx_.ucp_am_send_nbx(endpoint.handle, kUcxActiveMessage, operation->header.data(), kUcxHeaderBytes,
                                 operation->data.data(), operation->data.size(), &param));
 }
 
@@ -672,7 +646,7 @@ void UcxTransport::retire_freed_regions() {
 // ---- reading ----
 
 void UcxTransport::settle(EndpointId endpoint, ReadToken token, std::uint64_t bytes, Status status) {
-  settled_.push_back({.endpoint = endpoint, .token = token, .bytes = bytes, .status = std::move(status)});
+  reads_.settle({.endpoint = endpoint, .token = token, .bytes = bytes, .status = std::move(status)});
 }
 
 void UcxTransport::read(EndpointId id, const RemoteRef& remote, std::byte* local, ReadToken token) {
@@ -681,15 +655,14 @@ void UcxTransport::read(EndpointId id, const RemoteRef& remote, std::byte* local
   ++endpoint->reads;
   Result<std::shared_ptr<const UcxRemoteRegion>> region = endpoint->regions.find(remote);
   if (!region.ok() || remote.bytes == 0) return settle(id, token, 0, region.status());
-  const std::uint64_t number = ++last_read_;
-  Read& read = reads_[number];
-  read.endpoint = id;
-  read.token = token;
-  read.offset = remote.offset;
-  read.bytes = remote.bytes;
-  read.local = local;
-  read.region = std::move(region).value();
-  if (read.region->key() != nullptr) {
+  const bool fetched = (*region)->key() != nullptr;
+  const std::uint64_t number = reads_.add({.endpoint = id,
+                                           .token = token,
+                                           .offset = remote.offset,
+                                           .bytes = remote.bytes,
+                                           .local = local,
+                                           .region = std::move(region).value()});
+  if (fetched) {
     endpoint->fetching.push_back(number);
     pump_gets(*endpoint);
   } else {
@@ -708,12 +681,6 @@ Result<Transport::Mapping> UcxTransport::map(EndpointId, const RemoteRef&) {
                 {.reason = Reason::kBadArgument, .fault = Fault::kLibrary});
 }
 
-void UcxTransport::settle_if_over(std::uint64_t number, Read& read) {
-  if (read.operations > 0 || (read.failed.ok() && read.landed < read.bytes)) return;
-  settle(read.endpoint, read.token, read.bytes, std::move(read.failed));
-  reads_.erase(number);
-}
-
 void UcxTransport::pump_all() {
   for (const EndpointId id : std::exchange(to_pump_, {})) {
     if (UcxEndpoint* const endpoint = find_open(id); endpoint != nullptr) {
@@ -725,29 +692,27 @@ void UcxTransport::pump_all() {
 
 void UcxTransport::pump_gets(UcxEndpoint& endpoint) {
   while (endpoint.gets < options_.fragments_in_flight && !endpoint.fetching.empty()) {
-    const auto found = reads_.find(endpoint.fetching.front());
-    if (found == reads_.end() || !found->second.failed.ok() || found->second.asked == found->second.bytes) {
+    std::optional<UcxReads::Part> part = reads_.next_part(endpoint.fetching.front(), fragment_bytes_);
+    if (!part) {
       endpoint.fetching.pop_front();
       continue;
     }
-    Read& read = found->second;
     UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kGet);
-    operation->read = found->first;
-    operation->bytes = std::min(options_.fragment_bytes, read.bytes - read.asked);
-    operation->region = read.region;
-    const std::uint64_t at = read.asked;
-    read.asked += operation->bytes;
-    ++read.operations;
+    operation->bytes = part->bytes;
+    operation->part = std::move(*part);
     ++endpoint.gets;
     const ucp_request_param_t param = param_of(operation);
+    const UcxReads::Part& from = operation->part;
     answered(operation,
-             ucx_.ucp_get_nbx(endpoint.handle, read.local + at, static_cast<std::size_t>(operation->bytes),
-                              read.region->address() + read.offset + at, read.region->key(), &param));
+             ucx_.ucp_get_nbx(endpoint.handle, from.local, static_cast<std::size_t>(from.bytes),
+                              from.region->address() + from.offset, from.region->key(), &param));
   }
 }
 
 void UcxTransport::pump_serves(UcxEndpoint& endpoint) {
-  while (endpoint.fragments < options_.fragments_in_flight && !endpoint.serving.empty()) {
+  while (!endpoint.serving.empty()) {
+    const auto lane = std::min_element(endpoint.fragments.begin(), endpoint.fragments.end());
+    if (*lane >= options_.fragments_in_flight) return;
     UcxServe& serve = endpoint.serving.front();
     if (!serve.block->begin_transfer()) {
       post(endpoint, {.kind = UcxFrameKind::kRefused, .read = serve.read},
@@ -757,29 +722,44 @@ void UcxTransport::pump_serves(UcxEndpoint& endpoint) {
       endpoint.serving.pop_front();
       continue;
     }
-    UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kFragment);
-    operation->read = serve.read;
-    operation->bytes = std::min(fragment_bytes_, serve.bytes - serve.sent);
-    operation->block = serve.block;
-    operation->header = header_of(0, encode(UcxFrame{.kind = UcxFrameKind::kData,
-                                                     .token = options_.token,
-                                                     .incarnation = options_.incarnation,
-                                                     .read = serve.read,
-                                                     .offset = serve.sent,
-                                                     .bytes = operation->bytes}));
-    std::memcpy(operation->header.data(), &endpoint.peer_key, sizeof endpoint.peer_key);
-    const std::byte* const from = serve.block->data() + serve.offset + serve.sent;
-    ucp_request_param_t param = param_of(operation);
-    param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_MEMH;
-    param.memh = serve.block->handle();
-    param.flags =
-        operation->bytes <= eager_bytes_ ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
-    ++endpoint.fragments;
-    serve.sent += operation->bytes;
-    if (serve.sent == serve.bytes) endpoint.serving.pop_front();
-    answered(operation,
-             ucx_.ucp_am_send_nbx(endpoint.handle, kActiveMessage, operation->header.data(), kUcxHeaderBytes,
-                                  from, static_cast<std::size_t>(operation->bytes), &param));
+    send_fragment(endpoint, serve, static_cast<std::size_t>(lane - endpoint.fragments.begin()));
+  }
+}
+
+// Lane 0 is this thread's own worker. `serve` may be gone afterwards.
+void UcxTransport::send_fragment(UcxEndpoint& endpoint, UcxServe& serve, std::size_t lane) {
+  UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kFragment);
+  operation->read = serve.read;
+  operation->bytes = std::min(fragment_bytes_, serve.bytes - serve.sent);
+  operation->block = serve.block;
+  operation->lane_number = lane;
+  operation->header = header_of(0, encode(UcxFrame{.kind = UcxFrameKind::kData,
+                                                   .token = options_.token,
+                                                   .incarnation = options_.incarnation,
+                                                   .read = serve.read,
+                                                   .offset = serve.sent,
+                                                   .bytes = operation->bytes}));
+  std::memcpy(operation->header.data(), &endpoint.peer_key, sizeof endpoint.peer_key);
+  const std::byte* const from = serve.block->data() + serve.offset + serve.sent;
+  const std::uint32_t flags =
+      operation->bytes <= eager_bytes_ ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
+  ++endpoint.fragments[lane];
+  serve.sent += operation->bytes;
+  if (serve.sent == serve.bytes) endpoint.serving.pop_front();
+  if (lane > 0) return lanes_[lane - 1]->send(operation, from, flags);
+  ucp_request_param_t param = param_of(operation);
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_MEMH;
+  param.memh = operation->block->handle();
+  param.flags = flags;
+  answered(operation,
+           ucx_.ucp_am_send_nbx(endpoint.handle, kUcxActiveMessage, operation->header.data(), kUcxHeaderBytes,
+                                from, static_cast<std::size_t>(operation->bytes), &param));
+}
+
+void UcxTransport::take_from_lanes() {
+  for (const auto& lane : lanes_) {
+    if (!lane->has_done()) continue;
+    for (const UcxLane::Done& done : lane->take_done()) finished(done.operation, done.status);
   }
 }
 
@@ -861,7 +841,7 @@ Status UcxTransport::take_greeting(UcxEndpoint& endpoint) {
   if (frame->kind != UcxFrameKind::kHello) return corrupt(endpoint.peer, "sent a frame before it said hello");
   SHARDPULL_RETURN_IF_ERROR(check_sender(endpoint, frame->token, frame->incarnation));
   if (frame->offset == 0 || frame->offset > kMaxUcxNameBytes || frame->bytes <= frame->offset ||
-      frame->bytes > kMaxUcxAddressBytes) {
+      frame->bytes > kMaxUcxHelloDataBytes) {
     return corrupt(endpoint.peer, fmt::format("said hello with a name of {} bytes in {} bytes of data",
                                               frame->offset, frame->bytes));
   }
@@ -876,18 +856,37 @@ Status UcxTransport::take_hello(UcxEndpoint& endpoint, const UcxFrame& frame,
   const std::string_view name(reinterpret_cast<const char*>(data.data()), frame.offset);
   endpoint.peer = fmt::format("{} ({})", printable(name), endpoint.peer);
   endpoint.regions = PeerRegions<UcxRemoteRegion>(endpoint.peer);
+  ByteReader reader(data.subspan(frame.offset), "ucx hello");
+  std::string transports;
+  std::uint32_t workers = 0;
+  SHARDPULL_RETURN_IF_ERROR(reader.string(transports, kMaxUcxTransportsBytes).with_context(endpoint.peer));
+  SHARDPULL_RETURN_IF_ERROR(
+      reader.count(workers, kMaxUcxWorkers, sizeof(std::uint32_t) + 1).with_context(endpoint.peer));
+  std::vector<std::span<const std::byte>> addresses(workers);
+  for (std::span<const std::byte>& address : addresses) {
+    std::uint32_t bytes = 0;
+    SHARDPULL_RETURN_IF_ERROR(reader.u32(bytes).with_context(endpoint.peer));
+    SHARDPULL_RETURN_IF_ERROR(reader.raw(bytes, address).with_context(endpoint.peer));
+    if (bytes == 0) return corrupt(endpoint.peer, "said hello with an empty address");
+  }
+  SHARDPULL_RETURN_IF_ERROR(reader.end().with_context(endpoint.peer));
+  if (addresses.empty()) return corrupt(endpoint.peer, "said hello without an address");
   endpoint.incarnation = frame.incarnation;
   endpoint.peer_key = frame.read;
-  ucp_ep_params_t params{};
-  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
-                      UCP_EP_PARAM_FIELD_ERR_HANDLER;
-  params.address = reinterpret_cast<const ucp_address_t*>(data.data() + frame.offset);
-  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-  params.err_handler = {&UcxTransport::on_error, this};
-  const ucs_status_t status = ucx_.ucp_ep_create(worker_, &params, &endpoint.handle);
+  const ucs_status_t status =
+      worker_->connect(addresses[0].data(), &UcxTransport::on_error, this, &endpoint.handle);
   if (status != UCS_OK) {
-    endpoint.handle = nullptr;
-    return ucx_error(ucx_, status, fmt::format("UCX finds no way to {}", endpoint.peer), endpoint.peer);
+    return Status(StatusCode::kFailedPrecondition,
+                  fmt::format("UCX finds no way to {}: it has the transports {}, this process has {}; give both "
+                              "the same (--transport, UCX_TLS, --interface): {}",
+                              endpoint.peer, printable(transports), transports_text(),
+                              ucx_.ucs_status_string(status)),
+                  {.reason = Reason::kSettingMismatch, .fault = Fault::kUser, .peer = endpoint.peer});
+  }
+  reads_.admit(endpoint.own_key, endpoint.id, endpoint.peer, options_.token, endpoint.incarnation);
+  endpoint.fragments.resize(std::min(addresses.size(), workers_));
+  for (std::size_t lane = 1; lane < endpoint.fragments.size(); ++lane) {
+    lanes_[lane - 1]->connect(endpoint.id, endpoint.peer, {addresses[lane].begin(), addresses[lane].end()});
   }
   by_handle_[endpoint.handle] = endpoint.id;
   if (endpoint.state == UcxEndpoint::State::kOpen) endpoint.deadline_ns = 0;  // it has proven itself
@@ -906,10 +905,6 @@ void UcxTransport::on_error(void* self, ucp_ep_h handle, ucs_status_t status) {
   transport.note_failure(
       endpoint->id, ucx_error(transport.ucx_, status,
                               fmt::format("the connection to {} was lost", endpoint->peer), endpoint->peer));
-}
-
-void UcxTransport::note_failure(EndpointId endpoint, Status why) {
-  failures_.emplace_back(endpoint, std::move(why));
 }
 
 ucs_status_t UcxTransport::on_active_message(void* self, const void* header, std::size_t header_length,
@@ -939,7 +934,11 @@ ucs_status_t UcxTransport::take_active_message(const void* header, std::size_t h
       note_failure(endpoint->id, frame.status().with_context(endpoint->peer));
       return UCS_OK;
     }
-    if (frame->kind == UcxFrameKind::kData) return take_data(*endpoint, *frame, data, length, rendezvous);
+    if (frame->kind == UcxFrameKind::kData) {
+      return take_ucx_data(reads_, key, *frame, data, length, rendezvous, [&](UcxReads::Part part) {
+        begin_receive(*endpoint, data, std::move(part));
+      });
+    }
     if (length > kMaxUcxFrameDataBytes) {
       note_failure(endpoint->id,
                    corrupt(endpoint->peer, fmt::format("sent a frame with {} bytes of data", length)));
@@ -960,41 +959,25 @@ ucs_status_t UcxTransport::take_active_message(const void* header, std::size_t h
   return UCS_OK;
 }
 
-ucs_status_t UcxTransport::take_data(UcxEndpoint& endpoint, const UcxFrame& frame, void* data,
-                                     std::size_t length, bool rendezvous) {
-  Status allowed = endpoint.incarnation == 0 ? corrupt(endpoint.peer, "sent data before it said hello")
-                                             : check_sender(endpoint, frame.token, frame.incarnation);
-  if (!allowed.ok()) {
-    note_failure(endpoint.id, std::move(allowed));
-    return UCS_OK;
-  }
-  const auto found = reads_.find(frame.read);
-  if (found == reads_.end() || !found->second.failed.ok())
-    return UCS_OK;  // given up meanwhile; UCX tells the sender
-  Read& read = found->second;
-  if (read.endpoint != endpoint.id || frame.bytes != length || frame.offset > read.bytes ||
-      length > read.bytes - frame.offset || length > read.bytes - read.asked) {
-    note_failure(endpoint.id,
-                 corrupt(endpoint.peer,
-                         fmt::format("sent {} bytes at offset {} of a read of {} bytes, of which {} are "
-                                     "there",
-                                     length, frame.offset, read.bytes, read.asked)));
-    return UCS_OK;
-  }
-  read.asked += length;
-  if (!rendezvous) {
-    std::memcpy(read.local + frame.offset, data, length);
-    read.landed += length;
-    settle_if_over(found->first, read);
-    return UCS_OK;
-  }
+void UcxTransport::begin_receive(UcxEndpoint& endpoint, void* data, UcxReads::Part part) {
   UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kReceive);
-  operation->read = found->first;
-  operation->bytes = length;
-  ++read.operations;
+  operation->bytes = part.bytes;
+  operation->part = std::move(part);
   const ucp_request_param_t param = param_of(operation);
-  answered(operation, ucx_.ucp_am_recv_data_nbx(worker_, data, read.local + frame.offset, length, &param));
-  return UCS_INPROGRESS;
+  answered(operation,
+           ucx_.ucp_am_recv_data_nbx(worker_->handle(), data, operation->part.local,
+                                     static_cast<std::size_t>(operation->bytes), &param));
+}
+
+// What UCX may use here, for people.
+std::string UcxTransport::transports_text() const {
+  const char* const environment = std::getenv("UCX_TLS");
+  std::string out = !options_.transports.empty() ? options_.transports
+                    : environment != nullptr     ? environment
+                                                 : "all";
+  if (!interface_.empty()) out += fmt::format(" on {}", interface_);
+  out.resize(std::min(out.size(), kMaxUcxTransportsBytes));
+  return fmt::format("\"{}\"", out);
 }
 
 Status UcxTransport::check_sender(const UcxEndpoint& endpoint, FleetToken token,
@@ -1148,11 +1131,8 @@ Status UcxTransport::take_read(UcxEndpoint& endpoint, const UcxFrame& frame) {
 
 Status UcxTransport::take_refused(UcxEndpoint& endpoint, const UcxFrame& frame,
                                   const std::vector<std::byte>& data) {
-  const auto found = reads_.find(frame.read);
-  if (found == reads_.end() || found->second.endpoint != endpoint.id) return {};
-  if (found->second.failed.ok())
-    found->second.failed = decode_status(data.data(), data.size()).with_context(endpoint.peer);
-  settle_if_over(found->first, found->second);
+  reads_.refused(frame.read, endpoint.id,
+                 decode_status(data.data(), data.size()).with_context(endpoint.peer));
   return {};
 }
 
@@ -1189,6 +1169,7 @@ void UcxTransport::refuse(UcxEndpoint& endpoint, const Status& why) {
 
 void UcxTransport::let_go(UcxEndpoint& endpoint) {
   by_key_.erase(endpoint.own_key);
+  reads_.dismiss(endpoint.own_key);
   endpoint.socket.reset();  // which also tells the peer
   for (UcxOperation* const operation : std::exchange(endpoint.unsent, {})) finished(operation, UCS_OK);
   if (endpoint.handle == nullptr) {
@@ -1196,6 +1177,11 @@ void UcxTransport::let_go(UcxEndpoint& endpoint) {
     return;
   }
   by_handle_.erase(endpoint.handle);
+  endpoint.closing = 1;
+  for (std::size_t lane = 1; lane < endpoint.fragments.size(); ++lane) {
+    ++endpoint.closing;
+    lanes_[lane - 1]->close(begin(endpoint, UcxOperation::Kind::kClose));
+  }
   UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kClose);
   ucp_request_param_t param = param_of(operation);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
@@ -1204,7 +1190,7 @@ void UcxTransport::let_go(UcxEndpoint& endpoint) {
 }
 
 void UcxTransport::take_failures() {
-  for (auto& [id, why] : std::exchange(failures_, {})) {
+  for (auto& [id, why] : reads_.take_failures()) {
     UcxEndpoint* const endpoint = find(id);
     if (endpoint == nullptr || endpoint->state == UcxEndpoint::State::kEnding) continue;
     if (why.info().reason == Reason::kPeerLost) {
@@ -1222,24 +1208,13 @@ void UcxTransport::step_endings() {
     // Until UCX has let go, it may still write to the memory of reads. After its connection is closed nothing
     // can arrive for them, whether or not UCX says so for each.
     if (!(endpoint->let_go && endpoint->operations == 0) && now_ns < endpoint->deadline_ns) continue;
-    if (endpoint->reads > 0) {
-      std::vector<std::uint64_t> over;
-      for (const auto& [number, read] : reads_) {
-        if (read.endpoint == id) over.push_back(number);
-      }
-      for (const std::uint64_t number : over) {
-        Read& read = reads_[number];
-        read.operations = 0;
-        if (read.failed.ok()) read.failed = endpoint->why.ok() ? gone(id) : endpoint->why;
-        settle_if_over(number, read);
-      }
-    }
+    if (endpoint->reads > 0 && !reads_.end_all(id, endpoint->why.ok() ? gone(id) : endpoint->why)) continue;
     closed_.push_back(id);
   }
 }
 
 void UcxTransport::report_reads(TransportSink& sink) {
-  for (const SettledRead& settled : std::exchange(settled_, {})) {
+  for (const UcxReads::Settled& settled : reads_.take_settled()) {
     if (settled.status.ok()) payload_bytes_read_.fetch_add(settled.bytes, std::memory_order_relaxed);
     if (UcxEndpoint* const endpoint = find(settled.endpoint); endpoint != nullptr) --endpoint->reads;
     report_read(sink, settled.token, settled.status);
@@ -1285,7 +1260,8 @@ void UcxTransport::run_timers() {
 
 void UcxTransport::drive() {
   for (int i = 0; i < kRoundsPerProgress; ++i) {
-    const unsigned count = ucx_.ucp_worker_progress(worker_);
+    const unsigned count = worker_->progress();
+    take_from_lanes();
     if (!to_pump_.empty()) {
       pump_all();
     } else if (count == 0) {
@@ -1306,10 +1282,9 @@ Status UcxTransport::wait(std::int64_t timeout_ns) {
   std::int64_t wait_ns = std::max<std::int64_t>(0, timeout_ns);
   if (work_waits()) {
     wait_ns = 0;
-  } else if (const ucs_status_t armed = ucx_.ucp_worker_arm(worker_); armed == UCS_ERR_BUSY) {
-    wait_ns = 0;  // something came meanwhile
-  } else if (armed != UCS_OK) {
-    return ucx_error(ucx_, armed, "UCX cannot wait");
+  } else {
+    SHARDPULL_ASSIGN_OR_RETURN(const bool armed, worker_->arm());
+    if (!armed) wait_ns = 0;  // something came meanwhile
   }
   if (const std::int64_t timer_ns = next_timer_ns(); wait_ns > 0 && timer_ns != kNever) {
     wait_ns = std::min(wait_ns, std::max<std::int64_t>(0, timer_ns - clock_.now_ns()));
@@ -1417,6 +1392,10 @@ Result<std::unique_ptr<Transport>> make_ucx_transport(UcxOptions options) {
   if (options.self_name.empty() || options.self_name.size() > kMaxUcxNameBytes) {
     return bad_argument(fmt::format("the ucx transport needs a name of 1 to {} bytes", kMaxUcxNameBytes));
   }
+  if (options.workers == 0 || options.workers > kMaxUcxWorkers) {
+    return bad_argument(fmt::format("the ucx transport has 1 to {} UCX workers, not {} (--ucx-workers)",
+                                    kMaxUcxWorkers, options.workers));
+  }
   if (options.fragment_bytes == 0 || options.fragments_in_flight == 0) {
     return bad_argument("reads need fragments of at least a byte, at least one at a time");
   }
@@ -1481,7 +1460,7 @@ Result<std::unique_ptr<Transport>> make_ucx_transport(UcxOptions options) {
   context->wake_fd = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!context->wake_fd)
     return host_error(fmt::format("the ucx transport cannot be woken: {}", std::strerror(errno)));
-  auto transport = std::make_unique<UcxTransport>(std::move(options), own, std::move(context));
+  auto transport = std::make_unique<UcxTransport>(std::move(options), std::move(interface), own, std::move(context));
   SHARDPULL_RETURN_IF_ERROR(transport->start());
   return std::unique_ptr<Transport>(std::move(transport));
 }
