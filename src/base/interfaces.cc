@@ -407,4 +407,14 @@ std::string loopback_trap(const HostPort& rendezvous, const std::vector<SocketAd
       rendezvous.host, hosts(resolved), instead);
 }
 
+std::string loopback_trap(const HostPort& rendezvous, const std::vector<SocketAddress>& resolved) {
+  const auto interfaces = list_interfaces();
+  return interfaces.ok() ? loopback_trap(rendezvous, resolved, *interfaces) : std::string();
+}
+
+bool means_loopback(const HostPort& rendezvous, const std::vector<SocketAddress>& resolved) {
+  return rendezvous.host == "localhost" ||
+         (resolved.size() == 1 && resolved.front().loopback() && resolved.front().host() == rendezvous.host);
+}
+
 }  // namespace shardpull

@@ -83,5 +83,10 @@ Result<std::string> advertised_address(const HostPort& rendezvous, const std::ve
 // 127.0.1.1) and an address to give instead.
 std::string loopback_trap(const HostPort& rendezvous, const std::vector<SocketAddress>& resolved,
                           const std::vector<NetworkInterface>& interfaces);
+// The same with this host's interfaces.
+std::string loopback_trap(const HostPort& rendezvous, const std::vector<SocketAddress>& resolved);
+
+// Whether whoever wrote `rendezvous` means this host alone: "localhost", or a loopback address in figures.
+bool means_loopback(const HostPort& rendezvous, const std::vector<SocketAddress>& resolved);
 
 }  // namespace shardpull

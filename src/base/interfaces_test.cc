@@ -236,6 +236,11 @@ TEST(Interfaces, Case123LoopbackIsToldToNobodyElse) {
   EXPECT_EQ(loopback_trap({"node7", 5000}, {address("127.0.1.1"), address("10.0.0.1")}, host), "");
   EXPECT_EQ(loopback_trap({"10.0.0.1", 5000}, {address("10.0.0.1")}, host), "");
   EXPECT_EQ(loopback_trap({"node7", 5000}, {}, host), "");
+  // Nobody need be told of what was meant.
+  EXPECT_TRUE(means_loopback({"localhost", 5000}, {address("127.0.0.1"), address("::1")}));
+  EXPECT_TRUE(means_loopback({"::1", 5000}, {address("::1")}));
+  EXPECT_FALSE(means_loopback({"node7", 5000}, {address("127.0.1.1")}));
+  EXPECT_FALSE(means_loopback({"10.0.0.1", 5000}, {address("10.0.0.1")}));
 }
 
 // ---- IPv6 as people write it ------------------------------------------------------------------------------

@@ -390,8 +390,7 @@ Finding of_rendezvous(const HostFacts& facts) {
                  fmt::format("--rendezvous with an address of trainer 0's host, such as {}", example));
   }
   const std::string trap = loopback_trap(its.address, its.addresses, facts.interfaces);
-  const bool meant = its.address.host == "localhost" || its.address.host == hosts(its.addresses);
-  if (!trap.empty() && !meant) {
+  if (!trap.empty() && !means_loopback(its.address, its.addresses)) {
     return fails(trap, fmt::format("--rendezvous {} on every host, or an /etc/hosts whose line for {} has it",
                                    example, its.address.host));
   }

@@ -12,6 +12,7 @@ import unittest
 
 from fleet_testing import SLOWNESS, FleetTest
 from host_testing import PROCESS_VM_READV, failing_calls, mounting, require_root
+from two_hosts import TwoHosts
 
 
 def networked(*commands):
@@ -148,6 +149,14 @@ class Limits(Doctor):
         self.assertTrue(report["host"]["seccomp_filter"])
         self.assert_finding(report, "shm", "ok")
         self.doctor("--transport", "shm", before=failing_calls((PROCESS_VM_READV,), errno.EPERM))
+
+
+    def test_memory_files_are_filtered(self):
+        memfd_create = 319 if os.uname().machine == "x86_64" else 279
+        for error in (errno.EPERM, errno.ENOSYS):
+            report = self.doctor(before=failing_calls((memfd_create,), error))
+            self.assert_finding(report, "shm", "fails", "memfd_create", os.strerror(error), fix=("memfd_create", "--transport tcp"))
+            self.assert_finding(report, "cma", "ok")
 
 
 class Directories(Doctor):
@@ -296,60 +305,33 @@ class Rendezvous(Doctor):
         self.assert_finding(report, "hostname", "ok", "trainer-host", "cannot be resolved", fix="--rendezvous with")
 
 
-class TwoHosts(Doctor):
-    """A network namespace for each host, and a cable between them."""
-
-    def setUp(self):
-        super().setUp()
-        require_root("unshare", "nsenter", "ip")
-        self.a, self.b = self.host(), self.host()
-        self.must("ip", "link", "add", "eth0", "netns", self.a, "type", "veth", "peer", "name", "eth0", "netns", self.b)
-        for host, address in ((self.a, "10.9.0.1/24"), (self.b, "10.9.0.2/24")):
-            for command in ("ip link set lo up", f"ip address add {address} dev eth0", "ip link set eth0 up"):
-                self.must(*self.on(host), *command.split())
-
-    def host(self):
-        """The pid of a process in a namespace of its own, which lives as long as the test."""
-        holder = subprocess.Popen(["unshare", "-n", "sh", "-c", "echo; exec sleep 1000"], stdout=subprocess.PIPE)
-        self.addCleanup(holder.stdout.close)
-        self.addCleanup(holder.wait)
-        self.addCleanup(holder.kill)
-        self.assertEqual(holder.stdout.readline(), b"\n")
-        return holder.pid
-
-    def on(self, host):
-        return ("nsenter", "-t", host, "-n")
-
-    def must(self, *words):
-        outcome = self.run_words(*words)
-        self.assertEqual(outcome.code, 0, f"{words}: {outcome.err}")
-
+class OtherHosts(Doctor, TwoHosts):
     def test_the_sender_of_a_fleet_and_nobody(self):
         model = self.generate("minilm:tiny")
         ask = ("--rendezvous", "10.9.0.1:7000")
-        report = self.doctor(*ask, wrapper=self.on(self.b))
+        report = self.doctor(*ask, wrapper=self.b.words)
         self.assert_finding(report, "rendezvous", "ok", "another host", "no sender listens there yet")
         self.assert_finding(report, "advertised-address", "ok", "peers are told 10.9.0.2", "--insecure-listen")
         token = {"SHARDPULL_TOKEN": "0123456789abcdef"}
-        trainer = self.start("trainer", "--rank", 0, "--model", model, *ask, "--insecure-listen", environment=token, wrapper=self.on(self.a))
-        found = self.ask_until(lambda found: "where the sender" in found["text"], trainer, *ask, wrapper=self.on(self.b))
+        trainer = self.start("trainer", "--rank", 0, "--model", model, *ask, "--insecure-listen", environment=token, wrapper=self.a.words)
+        found = self.ask_until(lambda found: "where the sender" in found["text"], trainer, *ask, wrapper=self.b.words)
         self.assertEqual(found["severity"], "ok")
         self.assert_runs(trainer)
 
     def test_another_service(self):
         script = "import socket; s = socket.create_server(('10.9.0.1', 7000)); print(flush=True)\nwhile 1: s.accept()[0].sendall(b'SSH-2.0-x\\r\\n')"
-        service = subprocess.Popen([*map(str, self.on(self.a)), sys.executable, "-c", script], stdout=subprocess.PIPE)
+        service = subprocess.Popen([*map(str, self.a.words), sys.executable, "-c", script], stdout=subprocess.PIPE)
         self.addCleanup(service.stdout.close)
         self.addCleanup(service.wait)
         self.addCleanup(service.kill)
         self.assertEqual(service.stdout.readline(), b"\n")
-        report = self.doctor("--rendezvous", "10.9.0.1:7000", wrapper=self.on(self.b))
+        report = self.doctor("--rendezvous", "10.9.0.1:7000", wrapper=self.b.words)
         self.assert_finding(report, "rendezvous", "fails", "no fleet", "SSH-2.0-x", fix="another port")
 
     def test_a_host_that_does_not_answer(self):
-        report = self.doctor("--rendezvous", "10.9.0.77:7000", wrapper=self.on(self.b))
+        report = self.doctor("--rendezvous", "10.9.0.77:7000", wrapper=self.b.words)
         self.assert_finding(report, "rendezvous", "fails", "does not answer", fix=("ip route get 10.9.0.77", "port 7000"))
-        report = self.doctor("--rendezvous", "198.51.100.1:7000", wrapper=self.on(self.b))
+        report = self.doctor("--rendezvous", "198.51.100.1:7000", wrapper=self.b.words)
         self.assert_finding(report, "rendezvous", "fails", "does not answer", "unreachable")
         self.assert_finding(report, "advertised-address", "fails", "no way to 198.51.100.1", "eth0 (10.9.0.2", fix="--interface")
 

@@ -14,6 +14,7 @@
 #include <fmt/format.h>
 #include <grpc/support/log.h>
 
+#include "base/interfaces.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/unix_socket.h"
@@ -160,6 +161,11 @@ Status GrpcHub::start() {
             {.reason = Reason::kBadArgument});
       }
       SHARDPULL_RETURN_IF_ERROR(check_can_listen(address, "the control hub"));
+    }
+    const auto address = parse_host_port(target_.shown, "the control address");
+    if (address.ok() && !means_loopback(*address, target_.addresses)) {
+      if (const std::string trap = loopback_trap(*address, target_.addresses); !trap.empty())
+        log_warn("{}", trap);
     }
   } else {
     // gRPC would take the address over from a running hub.

@@ -13,6 +13,7 @@
 #include <grpc/grpc.h>
 #include <grpc/support/log.h>
 
+#include "base/interfaces.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
@@ -115,6 +116,23 @@ constexpr std::int64_t kForeignNs = 3 * kNanosPerSecond;
 
 gpr_timespec in_ns(std::int64_t ns) {
   return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_nanos(ns, GPR_TIMESPAN));
+}
+
+// " (10.0.0.7, fd00::7)" for a name: hosts may disagree about it.
+std::string meaning(const GrpcTarget& target) {
+  std::string hosts;
+  for (const SocketAddress& each : target.addresses) {
+    if (to_string(HostPort{each.host(), each.port()}) == target.shown) return {};
+    hosts += (hosts.empty() ? "" : ", ") + each.host();
+  }
+  return hosts.empty() ? hosts : fmt::format(" ({})", hosts);
+}
+
+// Why the hub cannot be on another host, as a sentence's end, or nothing.
+std::string trap(const GrpcTarget& target) {
+  const auto address = parse_host_port(target.shown, "the control address");
+  const std::string why = address.ok() ? loopback_trap(*address, target.addresses) : std::string();
+  return why.empty() ? why : fmt::format("; if it runs on another host: {}", why);
 }
 
 // Trying again cannot help: the hub is there and said no.
@@ -379,9 +397,10 @@ Status GrpcLink::connect() {
   return Status(
       StatusCode::kDeadlineExceeded,
       fmt::format(
-          "no control hub answered at \"{}\" within {} ({}): check that trainer 0 is running, that it was "
-          "given the same address, and that it has not failed at its start",
-          target_.shown, format_duration_ns(options_.connect_timeout_ns), last.message()),
+          "no control hub answered at \"{}\"{} within {} ({}): check that trainer 0 is running, that it was "
+          "given the same address, and that it has not failed at its start{}",
+          target_.shown, meaning(target_), format_duration_ns(options_.connect_timeout_ns), last.message(),
+          trap(target_)),
       {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .retryable = true, .peer = to_string(kSender)});
 }
 
