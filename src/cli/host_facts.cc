@@ -68,11 +68,12 @@ class OwnDirectory {
 
 Status check_write(const std::string& directory) {
   const std::string path = directory + "/file";
-  const UniqueFd fd(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
   const std::array<char, 4096> page{};
+  errno = 0;  // a write cut short sets none
+  const UniqueFd fd(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
   if (!fd || write(fd.get(), page.data(), page.size()) != static_cast<ssize_t>(page.size())) {
     return host_error(fmt::format("{}: no file can be written: {}", path,
-                                  fd && errno == 0 ? "no space" : std::strerror(errno)));
+                                  errno == 0 ? "no space is left" : std::strerror(errno)));
   }
   return {};
 }
