@@ -10,8 +10,8 @@
 #include "base/checked.h"
 #include "base/status_macros.h"
 #include "plan/boxes.h"
-#include "tensor/checksum.h"
 #include "tensor/copy.h"
+#include "tensor/copy_sum.h"
 #include "tensor/shape.h"
 
 namespace shardpull {
@@ -49,15 +49,6 @@ Result<std::uint64_t> extent_of(DType dtype, const std::vector<std::int64_t>& sh
   return bytes_of(dtype, last + 1);
 }
 
-void sum_runs(const CopyNest& nest, std::size_t d, const std::byte* from, Hasher& hasher) {
-  if (d == nest.loops.size()) {
-    hasher.update({from, static_cast<std::size_t>(nest.run_elements)});
-    return;
-  }
-  for (std::int64_t i = 0; i < nest.loops[d].size; ++i)
-    sum_runs(nest, d + 1, from + i * nest.loops[d].src_stride, hasher);
-}
-
 // The sum of a view's bytes, in an order that depends on how it lies only.
 Result<std::uint64_t> sum_of(const TensorView& view) {
   // Dims by stride, so that what is contiguous in any order of its dims is summed in long runs.
@@ -76,9 +67,7 @@ Result<std::uint64_t> sum_of(const TensorView& view) {
   SHARDPULL_ASSIGN_OR_RETURN(
       const CopyProgram program,
       compile_copy(Slice::whole(numel), layout, view.dtype, contiguous_region(numel), view.dtype));
-  Hasher hasher;
-  for (const CopyNest& nest : program.nests) sum_runs(nest, 0, view.data + nest.src_offset, hasher);
-  return hasher.checksum();
+  return sum_of_reads(program, view.data);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "base/status_macros.h"
 #include "base/units.h"
 #include "tensor/checksum.h"
+#include "tensor/copy_sum.h"
 #include "tensor/shape.h"
 
 namespace shardpull {
@@ -22,10 +23,13 @@ bool is_contiguous(const PublishedView& view) {
   return view.location.stride.empty();
 }
 
-// Where the bytes that the program gathers lie in order in its source; null when they do not.
-const std::byte* contiguous_source(const CopyProgram& program, const std::byte* source) {
-  if (program.nests.size() != 1 || !program.nests.front().loops.empty()) return nullptr;
-  return source + program.nests.front().src_offset;
+// Whether a key is summed where it lies. One in another order, or in short runs, costs less to gather first.
+bool sums_in_place(const CopyProgram& program) {
+  constexpr std::int64_t kShortRun = 256;  // bytes: a step of the sum costs about what it takes to sum these
+  return reads_in_order(program) &&
+         std::all_of(program.nests.begin(), program.nests.end(), [](const CopyNest& nest) {
+           return nest.loops.empty() || nest.run_elements >= kShortRun;
+         });
 }
 
 }  // namespace
@@ -407,15 +411,18 @@ void ProducerServer::perform(producer_action::Sum& action) {
   packs_.post([this, ticket, pull = action.pull, source = std::move(*source)] {
     std::vector<std::uint64_t> sums;
     for (std::size_t i = 0; i < pull->keys.size(); ++i) {
-      const std::uint64_t bytes = pull->keys[i].bytes;
       const CopyProgram& program = (*source.programs)[i];
-      const std::byte* packed = contiguous_source(program, source.data[i]);
-      if (packed == nullptr) {
-        if (strided_key_.size() < bytes) strided_key_.resize(bytes);
-        run(program, source.data[i], strided_key_.data());
-        packed = strided_key_.data();
+      if (sums_in_place(program)) {
+        sums.push_back(sum_of_reads(program, source.data[i]));
+        continue;
       }
-      sums.push_back(checksum64({packed, bytes}));
+      const std::uint64_t bytes = pull->keys[i].bytes;
+      if (shuffled_key_.size() < bytes) {
+        shuffled_key_.resize(bytes);
+        window_bytes_ = bytes;
+      }
+      run(program, source.data[i], shuffled_key_.data());
+      sums.push_back(checksum64({shuffled_key_.data(), bytes}));
     }
     pack_done(ticket, Status(), std::move(sums));
   });

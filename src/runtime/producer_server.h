@@ -4,6 +4,7 @@
 // Confined to the progress thread, except where a method says otherwise.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -77,6 +78,8 @@ class ProducerServer {
   void stop();
 
   std::uint64_t ring_bytes() const { return ring_bytes_; }
+  // Of the window that keys are gathered in to be summed. Thread-safe.
+  std::uint64_t window_bytes() const { return window_bytes_; }
   // Of the running or last sync: pulls packed, and their bytes.
   std::uint64_t packs() const { return packs_done_; }
   std::uint64_t packed_bytes() const { return packed_bytes_; }
@@ -144,7 +147,8 @@ class ProducerServer {
   std::map<std::uint32_t, std::vector<std::pair<std::uint32_t, std::uint32_t>>> names_of_group_;
   std::unordered_map<const PullDescription*, PreparedPack> programs_;
   std::uint64_t ring_bytes_ = 0, packs_done_ = 0, packed_bytes_ = 0;
-  std::vector<std::byte> strided_key_;  // the pack thread's: a key that is summed and lies with gaps
+  std::vector<std::byte> shuffled_key_;  // the pack thread's: a key that is summed and lies in another order
+  std::atomic<std::uint64_t> window_bytes_{0};  // of shuffled_key_
   JobThreads packs_;
 };
 

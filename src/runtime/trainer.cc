@@ -1091,7 +1091,7 @@ Result<std::optional<FleetMessage>> Trainer::receive_message(std::uint64_t timeo
 }
 
 std::uint64_t Trainer::engine_bytes() const {
-  return impl_->placer.exports().bytes() + impl_->ring_bytes.load();
+  return impl_->placer.exports().bytes() + impl_->ring_bytes.load() + impl_->server->window_bytes();
 }
 
 void Trainer::shutdown(const std::string& reason) {

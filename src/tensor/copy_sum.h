@@ -1,0 +1,19 @@
+// Sums of what a copy reads, without the copy.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "tensor/copy.h"
+
+namespace shardpull {
+
+// The sum of the bytes that a program without conversion reads, in the order it reads them: the same program
+// over the same bytes has the same sum. Where reads_in_order, it is checksum64 of what the program writes.
+std::uint64_t sum_of_reads(const CopyProgram& program, const std::byte* src);
+
+// Whether a program that packs (its destination is contiguous, from 0) reads its bytes in the order in which it
+// packs them.
+bool reads_in_order(const CopyProgram& program);
+
+}  // namespace shardpull
