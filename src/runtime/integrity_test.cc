@@ -127,11 +127,17 @@ TEST(IntegrityFleets, WithoutFullSuchASourceGoesUnnoticed) {
 
 // ---- over a transport that damages ----------------------------------------------------------------------
 
-// Hands everything on, and flips one bit of one read, or of a copy of one mapped window, when it is told to.
+// What is to go wrong.
+struct Damage {
+  std::atomic<int> countdown{0};    // of reads and mappings until the one to damage; 0: none
+  std::atomic<bool> hollow{false};  // reads end well and bring nothing
+};
+
+// Hands everything on, and flips one bit of one read, or of a copy of one mapped window, or takes back what
+// reads brought, when it is told to.
 class Damaging final : public Transport {
  public:
-  Damaging(std::unique_ptr<Transport> inner, std::atomic<int>& countdown)
-      : inner_(std::move(inner)), countdown_(countdown) {}
+  Damaging(std::unique_ptr<Transport> inner, Damage& damage) : inner_(std::move(inner)), damage_(damage) {}
 
   std::string name() const override { return inner_->name(); }
   bool can_map() const override { return inner_->can_map(); }
@@ -150,11 +156,13 @@ class Damaging final : public Transport {
   }
   void close(EndpointId endpoint) override { inner_->close(endpoint); }
   void read(EndpointId endpoint, const RemoteRef& remote, std::byte* local, ReadToken token) override {
-    reads_[token] = {local, remote.bytes};
+    reads_[token] = {{local, remote.bytes}};
+    if (damage_.hollow) keep({{remote, local}}, reads_[token]);
     inner_->read(endpoint, remote, local, token);
   }
   void read_parts(EndpointId endpoint, std::vector<ReadPart> parts, ReadToken token) override {
-    reads_[token] = {parts.back().local, parts.back().remote.bytes};
+    reads_[token] = {{parts.back().local, parts.back().remote.bytes}};
+    if (damage_.hollow) keep(parts, reads_[token]);
     inner_->read_parts(endpoint, std::move(parts), token);
   }
   Result<Mapping> map(EndpointId endpoint, const RemoteRef& remote) override {
@@ -177,6 +185,14 @@ class Damaging final : public Transport {
     std::byte* data = nullptr;
     std::uint64_t bytes = 0;
   };
+  struct Read {
+    Window last;
+    std::vector<std::pair<std::byte*, std::vector<std::byte>>> before;  // where it brings nothing
+  };
+  static void keep(const std::vector<ReadPart>& parts, Read& read) {
+    for (const ReadPart& part : parts)
+      read.before.emplace_back(part.local, std::vector<std::byte>(part.local, part.local + part.remote.bytes));
+  }
   class Sink final : public TransportSink {
    public:
     Sink(Damaging& owner, TransportSink& inner) : owner_(owner), inner_(inner) {}
@@ -188,10 +204,11 @@ class Damaging final : public Transport {
     void on_read_done(ReadToken token, const Status& status) override {
       const auto found = owner_.reads_.find(token);
       if (found != owner_.reads_.end()) {
-        const Window window = found->second;
+        const Read read = std::move(found->second);
         owner_.reads_.erase(found);
         // The last byte is a key's: a run ends with its last key.
-        if (status.ok() && owner_.turn()) window.data[window.bytes - 1] ^= std::byte{0x10};
+        if (status.ok() && owner_.turn()) read.last.data[read.last.bytes - 1] ^= std::byte{0x10};
+        for (const auto& [data, bytes] : read.before) std::copy(bytes.begin(), bytes.end(), data);
       }
       inner_.on_read_done(token, status);
     }
@@ -200,11 +217,11 @@ class Damaging final : public Transport {
     Damaging& owner_;
     TransportSink& inner_;
   };
-  bool turn() { return countdown_.load() > 0 && countdown_.fetch_sub(1) == 1; }
+  bool turn() { return damage_.countdown.load() > 0 && damage_.countdown.fetch_sub(1) == 1; }
 
   std::unique_ptr<Transport> inner_;
-  std::atomic<int>& countdown_;  // of reads and mappings until the one to damage; 0: none
-  std::map<ReadToken, Window> reads_;
+  Damage& damage_;
+  std::map<ReadToken, Read> reads_;
 };
 
 // What a test's thread waits for, bounded.
@@ -257,7 +274,7 @@ class Pair {
     trainer_ = std::make_unique<ProgressThread>(std::move(trainer), at_trainer_, [] {}, [](const Status&) {},
                                                 kNanosPerSecond, SystemClock::instance());
     worker_ = std::make_unique<ProgressThread>(
-        std::make_unique<Damaging>(net_.open("worker", kToken, 2), countdown_), at_worker_, [] {},
+        std::make_unique<Damaging>(net_.open("worker", kToken, 2), damage_), at_worker_, [] {},
         [](const Status&) {}, kNanosPerSecond, SystemClock::instance());
     server_ = std::make_unique<ProducerServer>(
         *trainer_, 0, kToken, 1,
@@ -307,8 +324,10 @@ class Pair {
   }
 
   // The `nth` read or mapping from now on is damaged.
-  void damage(int nth) { countdown_ = nth; }
-  bool damaged() const { return countdown_ == 0; }
+  void damage(int nth) { damage_.countdown = nth; }
+  bool damaged() const { return damage_.countdown == 0; }
+  // Whether reads bring anything from now on.
+  void hollow(bool hollow) { damage_.hollow = hollow; }
 
   // One sync to its commit, or its error.
   Status sync(std::uint64_t id) {
@@ -385,7 +404,7 @@ class Pair {
   std::shared_ptr<const InitTables> tables_;
   Recording recording_;
   std::shared_ptr<const WorkerPlan> plan_;
-  std::atomic<int> countdown_{0};
+  Damage damage_;
   Awaited<Status> reserved_, updated_, finished_;
   Awaited<bool> connected_;
   AtTrainer at_trainer_;
@@ -456,6 +475,24 @@ TEST(IntegrityOverATransport, NothingOfACorruptKeyReachesItsParameter) {
         EXPECT_TRUE(pair.holds(name, 1));
       }
     }
+  }
+}
+
+// A transport that reports success and moves nothing: old bytes are no update.
+TEST(IntegrityOverATransport, case_098_reads_that_bring_nothing) {
+  for (const Way& way : kWays) {
+    if (way.path == Path::kMapped) continue;  // reads nothing
+    SCOPED_TRACE(to_string(way.path));
+    Pair pair(way.transport, way.summed, way.policy);
+    ASSERT_EQ(pair.sync(1), Status());
+    pair.hollow(true);
+    const Status status = pair.sync(2);
+    EXPECT_EQ(status.code(), StatusCode::kDataLoss);
+    EXPECT_EQ(status.info().reason, Reason::kCorrupt);
+    EXPECT_NE(pair.difference(2), "");
+    pair.hollow(false);
+    ASSERT_EQ(pair.sync(3), Status());
+    EXPECT_EQ(pair.difference(3), "");
   }
 }
 
