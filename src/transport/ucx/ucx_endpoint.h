@@ -101,7 +101,8 @@ struct UcxOperation {
   enum class Kind { kSend, kFragment, kReceive, kGet, kClose };
 
   UcxTransport* transport = nullptr;
-  UcxLane* lane = nullptr;
+  UcxLane* lane = nullptr;  // that has it, or had it
+  void* request = nullptr;  // UCX's, while it is under way
   EndpointId endpoint = 0;
   Kind kind = Kind::kSend;
   std::uint64_t bytes = 0;

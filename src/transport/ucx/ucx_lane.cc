@@ -168,8 +168,11 @@ void UcxLane::send(UcxOperation* operation, const std::byte* from, std::uint32_t
        .flags = flags});
 }
 
-void UcxLane::close(UcxOperation* operation) {
-  add({.kind = Task::Kind::kClose, .endpoint = operation->endpoint, .operation = operation});
+void UcxLane::close(UcxOperation* operation, std::uint32_t flags) {
+  add({.kind = Task::Kind::kClose,
+       .endpoint = operation->endpoint,
+       .operation = operation,
+       .flags = flags});
 }
 
 std::vector<UcxLane::Done> UcxLane::take_done() {
@@ -188,12 +191,15 @@ void UcxLane::done(UcxOperation* operation, ucs_status_t status) {
 }
 
 void UcxLane::answered(UcxOperation* operation, ucs_status_ptr_t answer) {
-  if (!UCS_PTR_IS_PTR(answer)) done(operation, UCS_PTR_RAW_STATUS(answer));
+  if (!UCS_PTR_IS_PTR(answer)) return done(operation, UCS_PTR_RAW_STATUS(answer));
+  operation->request = answer;
+  if (operation->kind == UcxOperation::Kind::kClose) closing_.insert(operation);
 }
 
 void UcxLane::on_sent(void* request, ucs_status_t status, void* data) {
   auto* const operation = static_cast<UcxOperation*>(data);
   UcxLane& self = *operation->lane;
+  self.closing_.erase(operation);
   self.done(operation, status);  // which gives it away
   self.ucx_.ucp_request_free(request);
 }
@@ -227,7 +233,7 @@ void UcxLane::perform(Task& task) {
   if (task.kind == Task::Kind::kClose) {
     by_handle_.erase(handle);
     peers_.erase(peer);
-    param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+    param.flags = task.flags;
     return answered(task.operation, ucx_.ucp_ep_close_nbx(handle, &param));
   }
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
@@ -325,6 +331,8 @@ void UcxLane::run() {
     if (stopping_) break;
     wait();
   }
+  // UCX ends a process that leaves it a request of this kind.
+  for (const UcxOperation* const operation : closing_) ucx_.ucp_request_free(operation->request);
   worker_.reset();
 }
 

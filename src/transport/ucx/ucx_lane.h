@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -73,7 +74,7 @@ class UcxLane {
   // Sends a fragment from `from`, or closes the operation's endpoint. The operation is the caller's again when
   // take_done() returns it.
   void send(UcxOperation* operation, const std::byte* from, std::uint32_t flags);
-  void close(UcxOperation* operation);
+  void close(UcxOperation* operation, std::uint32_t flags);
 
   struct Done {
     UcxOperation* operation = nullptr;
@@ -132,6 +133,7 @@ class UcxLane {
   std::unordered_map<EndpointId, Peer> peers_;
   std::unordered_map<ucp_ep_h, EndpointId> by_handle_;
   std::unordered_map<Receive*, std::unique_ptr<Receive>> receives_;
+  std::unordered_set<UcxOperation*> closing_;
 
   std::thread thread_;
 };

@@ -85,8 +85,6 @@ Result<const UcxLibrary*> load() {
   }
   unsigned major = 0, minor = 0, release = 0;
   if (library->ucp_get_version != nullptr) library->ucp_get_version(&major, &minor, &release);
-  library->major = major;
-  library->minor = minor;
   library->description = fmt::format("UCX {}.{}.{}, {}", major, minor, release, path);
   if (Status usable = check_ucx_version(major, minor, release, path, missing); !usable.ok()) {
     delete library;

@@ -51,7 +51,6 @@ struct UcxLibrary {
   SHARDPULL_UCP_FUNCTIONS(SHARDPULL_POINTER)
   SHARDPULL_UCS_FUNCTIONS(SHARDPULL_POINTER)
 #undef SHARDPULL_POINTER
-  unsigned major = 0, minor = 0;
   std::string description;  // "UCX 1.13.1, /usr/lib/x86_64-linux-gnu/libucp.so.0"
 };
 

@@ -50,7 +50,7 @@ constexpr std::uint64_t kWorkerKey = kWakeKey + 2;
 constexpr int kEventsPerRound = 64;
 constexpr int kAcceptsPerRound = 64;
 constexpr std::int64_t kAcceptPauseNs = 100 * kNanosPerMilli;  // when the process is out of descriptors
-constexpr std::uint64_t kSocketBufferBytes = 4u << 20;
+constexpr std::uint64_t kSendBufferBytes = 1u << 20;
 constexpr std::uint64_t kEagerReadBytes = 4096;  // smaller than a rendezvous is worth
 // Over TCP a rendezvous moves the same messages through the same buffers, and waits for the reader before each
 // fragment. So fragments are sent at once, each in one of UCX's segments, from which it is copied while the
@@ -58,9 +58,6 @@ constexpr std::uint64_t kEagerReadBytes = 4096;  // smaller than a rendezvous is
 constexpr std::uint64_t kTcpFragmentBytes = 512u << 10;
 constexpr std::uint64_t kTcpSegmentBytes = kTcpFragmentBytes + (4u << 10);  // with the headers
 constexpr int kRoundsPerProgress = 256;          // of UCX's own progress, before what it brought is looked at
-// With shared memory beside TCP, 1.13 may touch a connection that it has freed, when one of several workers ends
-// it. 1.22 does not; what lies between was not tried.
-constexpr unsigned kManyWorkersVersion = UCP_VERSION(1, 22);
 constexpr std::size_t kMaxUnproven = 1024;       // accepted peers that have not said hello
 constexpr std::size_t kMaxServes = 65'536;       // reads of one peer waiting
 constexpr std::uint64_t kMaxEarlyBytes = 64u << 20;
@@ -124,9 +121,6 @@ class UcxTransport final : public Transport {
         interface_(std::move(interface)),
         tcp_(options_.transports == "tcp"),
         eager_bytes_(tcp_ ? kTcpFragmentBytes : kEagerReadBytes),
-        workers_(tcp_ || UCP_VERSION(context->ucx.major, context->ucx.minor) >= kManyWorkersVersion
-                     ? options_.workers
-                     : 1),
         fragment_bytes_(tcp_ ? std::min(options_.fragment_bytes, kTcpFragmentBytes) : options_.fragment_bytes),
         own_(own),
         context_(std::move(context)),
@@ -225,7 +219,6 @@ class UcxTransport final : public Transport {
   const std::string interface_;  // that UCX is held to, or empty
   const bool tcp_;                      // and nothing else
   const std::uint64_t eager_bytes_;     // larger fragments are sent by rendezvous
-  const std::size_t workers_;
   const std::uint64_t fragment_bytes_;  // of a read
   const SocketAddress own_;
   const std::shared_ptr<UcxContext> context_;
@@ -263,7 +256,7 @@ class UcxTransport final : public Transport {
 
 Status UcxTransport::start() {
   SHARDPULL_ASSIGN_OR_RETURN(worker_, UcxWorker::make(context_, &UcxTransport::on_active_message, this));
-  while (lanes_.size() + 1 < workers_) {
+  while (lanes_.size() + 1 < options_.workers) {
     SHARDPULL_ASSIGN_OR_RETURN(std::unique_ptr<UcxLane> lane, UcxLane::start(context_, reads_));
     lanes_.push_back(std::move(lane));
   }
@@ -271,7 +264,7 @@ Status UcxTransport::start() {
   hello.raw(std::as_bytes(std::span(options_.self_name)));
   const std::string text = transports_text();
   hello.string(text);
-  hello.u32(static_cast<std::uint32_t>(workers_));
+  hello.u32(options_.workers);
   const auto add_address = [&](const std::vector<std::byte>& address) {
     hello.u32(static_cast<std::uint32_t>(address.size()));
     hello.raw(address);
@@ -282,7 +275,7 @@ Status UcxTransport::start() {
   if (hello_data_.size() > kMaxUcxHelloDataBytes) {
     return host_error(fmt::format("the addresses of {} UCX workers take {} bytes, above the limit of {}: name fewer "
                                   "transports or interfaces, or have fewer workers (--ucx-workers)",
-                                  workers_, hello_data_.size(), kMaxUcxHelloDataBytes));
+                                  options_.workers, hello_data_.size(), kMaxUcxHelloDataBytes));
   }
   epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll_ || !watch(worker_->event_fd(), kWorkerKey) || !watch(context_->wake_fd.get(), kWakeKey)) {
@@ -310,6 +303,13 @@ UcxTransport::~UcxTransport() {
   while (!endpoints_.empty() && clock_.now_ns() < give_up_ns && progress(10 * kNanosPerMilli, silence).ok()) {
   }
   lanes_.clear();
+  // UCX ends a process that leaves it a request of this kind.
+  for (const auto& [raw, operation] : operations_) {
+    if (operation->kind == UcxOperation::Kind::kClose && operation->lane == nullptr &&
+        operation->request != nullptr) {
+      ucx_.ucp_request_free(operation->request);
+    }
+  }
   worker_.reset();  // nothing of ours is touched any more
 }
 
@@ -487,7 +487,8 @@ ucp_request_param_t UcxTransport::param_of(UcxOperation* operation) const {
 }
 
 void UcxTransport::answered(UcxOperation* operation, ucs_status_ptr_t answer) {
-  if (!UCS_PTR_IS_PTR(answer)) finished(operation, UCS_PTR_RAW_STATUS(answer));
+  if (!UCS_PTR_IS_PTR(answer)) return finished(operation, UCS_PTR_RAW_STATUS(answer));
+  operation->request = answer;
 }
 
 void UcxTransport::on_sent(void* request, ucs_status_t status, void* data) {
@@ -884,7 +885,7 @@ Status UcxTransport::take_hello(UcxEndpoint& endpoint, const UcxFrame& frame,
                   {.reason = Reason::kSettingMismatch, .fault = Fault::kUser, .peer = endpoint.peer});
   }
   reads_.admit(endpoint.own_key, endpoint.id, endpoint.peer, options_.token, endpoint.incarnation);
-  endpoint.fragments.resize(std::min(addresses.size(), workers_));
+  endpoint.fragments.resize(std::min<std::size_t>(addresses.size(), options_.workers));
   for (std::size_t lane = 1; lane < endpoint.fragments.size(); ++lane) {
     lanes_[lane - 1]->connect(endpoint.id, endpoint.peer, {addresses[lane].begin(), addresses[lane].end()});
   }
@@ -1177,15 +1178,19 @@ void UcxTransport::let_go(UcxEndpoint& endpoint) {
     return;
   }
   by_handle_.erase(endpoint.handle);
+  // Forced, UCX 1.13 may use a connection that it has freed: when a message was sent in part and the peer's end
+  // and room for the rest are noticed at once. So it is forced only where UCX may still write to a reader's
+  // memory, which over TCP alone it never does.
+  const std::uint32_t flags = !tcp_ && endpoint.reads > 0 ? UCP_EP_CLOSE_FLAG_FORCE : 0;
   endpoint.closing = 1;
   for (std::size_t lane = 1; lane < endpoint.fragments.size(); ++lane) {
     ++endpoint.closing;
-    lanes_[lane - 1]->close(begin(endpoint, UcxOperation::Kind::kClose));
+    lanes_[lane - 1]->close(begin(endpoint, UcxOperation::Kind::kClose), flags);
   }
   UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kClose);
   ucp_request_param_t param = param_of(operation);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
-  param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+  param.flags = flags;
   answered(operation, ucx_.ucp_ep_close_nbx(std::exchange(endpoint.handle, nullptr), &param));
 }
 
@@ -1350,12 +1355,9 @@ TransportCounters UcxTransport::counters() const {
 
 namespace {
 
-bool kernel_allows_socket_buffers(std::uint64_t bytes) {
-  for (const char* const path : {"/proc/sys/net/core/rmem_max", "/proc/sys/net/core/wmem_max"}) {
-    std::uint64_t limit = 0;
-    if (!(std::ifstream(path) >> limit) || limit < bytes) return false;
-  }
-  return true;
+bool kernel_allows_socket_buffer(std::uint64_t bytes) {
+  std::uint64_t limit = 0;
+  return std::ifstream("/proc/sys/net/core/wmem_max") >> limit && limit >= bytes;
 }
 
 // The interface that has `address`.
@@ -1427,11 +1429,10 @@ Result<std::unique_ptr<Transport>> make_ucx_transport(UcxOptions options) {
     };
     set_tcp("TX_SEG_SIZE", "64k");  // fewer and longer system calls than with 8 KiB
     set_tcp("RX_SEG_SIZE", fmt::format("{}", kTcpSegmentBytes).c_str());
-    // With small buffers both sides stall for tens of milliseconds at a time (docs/decisions/0008). Where the kernel gives
-    // less, its own adjusting is better than a fixed size.
-    if (kernel_allows_socket_buffers(kSocketBufferBytes)) {
-      set_tcp("SNDBUF", "4m");
-      set_tcp("RCVBUF", "4m");
+    // What is sent should still be in a cache when it is received. The kernel would let megabytes wait in
+    // between (docs/decisions/0008); for receiving its own adjusting is good.
+    if (kernel_allows_socket_buffer(kSendBufferBytes)) {
+      set_tcp("SNDBUF", fmt::format("{}", kSendBufferBytes).c_str());
     }
   }
   if (status != UCS_OK) {

@@ -44,7 +44,7 @@ struct UcxOptions {
   std::string interface;   // "eth0", or a list of UCX's device names; empty: see `host`
   // UCX workers, 1..kMaxUcxWorkers: streams to each peer over which the fragments of reads are spread. The first
   // one is driven by progress() and carries all messages; each other one has a thread of its own. Of two peers
-  // the smaller number counts. Before UCX 1.22 there is one, unless `transports` is "tcp".
+  // the smaller number counts. Fetched reads (see Reads) use the first worker alone.
   std::uint32_t workers = 1;
   enum class Reads {
     kAuto,  // one-sided where UCX connected by RDMA
