@@ -1,7 +1,7 @@
-// Reads over the ucx transport by TCP, beside what plain sockets move: the limit. Both go between two processes,
-// from one memory to another that no cache holds, over loopback and, as root, between two network namespaces
-// joined by a veth pair. Each read is measured between two runs of the pump, `ratio` is the median of limit time
-// over read time; the bytes are checked.
+// Reads over the ucx transport by TCP, beside what plain sockets move: the limit. Both go between two
+// processes, from one memory to another that no cache holds, over loopback and, as root, between two network
+// namespaces joined by a veth pair. Each read is measured between two runs of the pump, `ratio` is the median
+// of limit time over read time; the bytes are checked.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sched.h>
@@ -106,7 +106,8 @@ bool enter_own_network() {
 bool link_is_up(const std::string& device) {
   for (int i = 0; i < 500; ++i) {
     std::string word;
-    if (std::ifstream(fmt::format("/sys/class/net/{}/operstate", device)) >> word && word == "up") return true;
+    if (std::ifstream(fmt::format("/sys/class/net/{}/operstate", device)) >> word && word == "up")
+      return true;
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   return false;
@@ -171,7 +172,8 @@ void serve(const UcxOptions& options, const Pipe& tell) {
   name.sin_family = AF_INET;
   inet_pton(AF_INET, options.host.c_str(), &name.sin_addr);
   socklen_t size = sizeof name;
-  if (bind(listener.get(), reinterpret_cast<sockaddr*>(&name), size) != 0 || listen(listener.get(), 16) != 0 ||
+  if (bind(listener.get(), reinterpret_cast<sockaddr*>(&name), size) != 0 ||
+      listen(listener.get(), 16) != 0 ||
       getsockname(listener.get(), reinterpret_cast<sockaddr*>(&name), &size) != 0) {
     return tell.put("-no socket\n");
   }
@@ -314,8 +316,7 @@ void tcp_read(benchmark::State& state, const Case& wanted) {
     ratios.push_back(limit_s / it_s);
     state.SetIterationTime(it_s);
   }
-  if (!moved || !sink.failed.ok())
-    state.SkipWithError(moved ? sink.failed.message().c_str() : "wrong bytes");
+  if (!moved || !sink.failed.ok()) state.SkipWithError(moved ? sink.failed.message().c_str() : "wrong bytes");
   state.SetBytesProcessed(state.iterations() * static_cast<std::int64_t>(kBytes));
   state.counters["limit"] =
       benchmark::Counter(median(limits), benchmark::Counter::kDefaults, benchmark::Counter::kIs1024);

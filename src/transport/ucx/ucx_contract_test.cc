@@ -1,5 +1,5 @@
-// The ucx transport keeps every transport's promises, over TCP alone and over what UCX finds on this host, with
-// one UCX worker and with several.
+// The ucx transport keeps every transport's promises, over TCP alone and over what UCX finds on this host,
+// with one UCX worker and with several.
 #include <gtest/gtest.h>
 
 #include "transport/transport_testing.h"
@@ -36,8 +36,7 @@ struct Names {
     return std::is_same_v<Backend, UcxBackend<kAny>> ? "Any" : "AnyOf2Workers";
   }
 };
-using Backends =
-    testing::Types<UcxBackend<kTcp>, UcxBackend<kAny>, UcxBackend<kTcp, 3>, UcxBackend<kAny, 2>>;
+using Backends = testing::Types<UcxBackend<kTcp>, UcxBackend<kAny>, UcxBackend<kTcp, 3>, UcxBackend<kAny, 2>>;
 INSTANTIATE_TYPED_TEST_SUITE_P(Ucx, TransportContract, Backends, Names);
 
 }  // namespace

@@ -95,8 +95,8 @@ struct UcxEndpoint {
 class UcxTransport;
 class UcxLane;
 
-// Something UCX was asked to do and will report. Holds what must live until then. Of one thread at a time: the
-// progress thread's, or of the lane it was given to.
+// Something UCX was asked to do and will report. Holds what must live until then. Of one thread at a time:
+// the progress thread's, or of the lane it was given to.
 struct UcxOperation {
   enum class Kind { kSend, kFragment, kReceive, kGet, kClose };
 

@@ -6,7 +6,8 @@
 //
 //   hello     read: the key that the sender wants before each of the peer's messages; offset: the length of
 //             the name; bytes: of data.              data: the sender's name; then its transports, for people
-//                                                    (string); the addresses of its UCX workers (list of strings)
+//                                                    (string); the addresses of its UCX workers (list of
+//                                                    strings)
 //   grant     region, generation, bytes.             data: UCX's remote key
 //   retire    region, generation
 //   read      region, generation, read, offset, bytes

@@ -127,9 +127,10 @@ Result<std::unique_ptr<UcxLane>> UcxLane::start(std::shared_ptr<UcxContext> cont
   if (!lane->epoll_ || !lane->wake_ ||
       epoll_ctl(lane->epoll_.get(), EPOLL_CTL_ADD, lane->worker_->event_fd(), &event) != 0 ||
       epoll_ctl(lane->epoll_.get(), EPOLL_CTL_ADD, lane->wake_.get(), &event) != 0) {
-    return host_error(fmt::format("a worker of the ucx transport cannot wait for events: {}; with too many open "
-                                  "files, raise the limit with: ulimit -n",
-                                  std::strerror(errno)));
+    return host_error(
+        fmt::format("a worker of the ucx transport cannot wait for events: {}; with too many open "
+                    "files, raise the limit with: ulimit -n",
+                    std::strerror(errno)));
   }
   lane->thread_ = std::thread([raw = lane.get()] { raw->run(); });
   return lane;
@@ -169,10 +170,7 @@ void UcxLane::send(UcxOperation* operation, const std::byte* from, std::uint32_t
 }
 
 void UcxLane::close(UcxOperation* operation, std::uint32_t flags) {
-  add({.kind = Task::Kind::kClose,
-       .endpoint = operation->endpoint,
-       .operation = operation,
-       .flags = flags});
+  add({.kind = Task::Kind::kClose, .endpoint = operation->endpoint, .operation = operation, .flags = flags});
 }
 
 std::vector<UcxLane::Done> UcxLane::take_done() {
@@ -208,8 +206,7 @@ void UcxLane::perform(Task& task) {
   const auto peer = peers_.find(task.endpoint);
   if (task.kind == Task::Kind::kConnect) {
     Peer made{.handle = nullptr, .name = std::move(task.peer)};
-    const ucs_status_t status =
-        worker_->connect(task.address.data(), &UcxLane::on_error, this, &made.handle);
+    const ucs_status_t status = worker_->connect(task.address.data(), &UcxLane::on_error, this, &made.handle);
     if (status != UCS_OK) {
       reads_.fail_endpoint(
           task.endpoint,
@@ -225,8 +222,7 @@ void UcxLane::perform(Task& task) {
   }
   task.operation->lane = this;
   ucp_request_param_t param{};
-  param.op_attr_mask =
-      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
   param.user_data = task.operation;
   param.cb.send = &UcxLane::on_sent;
   const ucp_ep_h handle = peer->second.handle;

@@ -1,5 +1,5 @@
-// UcxWorker: one of UCX's workers. UcxLane: one more of them, with a thread of its own, over which data of reads
-// travels beside what the transport's first worker carries.
+// UcxWorker: one of UCX's workers. UcxLane: one more of them, with a thread of its own, over which data of
+// reads travels beside what the transport's first worker carries.
 #pragma once
 
 #include <atomic>
@@ -71,8 +71,8 @@ class UcxLane {
   const std::vector<std::byte>& address() const { return worker_->address(); }
   // An endpoint that cannot be made, or is lost, fails in `reads`.
   void connect(EndpointId endpoint, std::string peer, std::vector<std::byte> address);
-  // Sends a fragment from `from`, or closes the operation's endpoint. The operation is the caller's again when
-  // take_done() returns it.
+  // Sends a fragment from `from`, or closes the operation's endpoint. The operation is the caller's again
+  // when take_done() returns it.
   void send(UcxOperation* operation, const std::byte* from, std::uint32_t flags);
   void close(UcxOperation* operation, std::uint32_t flags);
 
@@ -138,8 +138,8 @@ class UcxLane {
   std::thread thread_;
 };
 
-// Takes the data of a read as it arrives: copies it to where it belongs, or lets `receive` begin to. The answer to
-// UCX.
+// Takes the data of a read as it arrives: copies it to where it belongs, or lets `receive` begin to. The
+// answer to UCX.
 ucs_status_t take_ucx_data(UcxReads& reads, std::uint64_t key, const UcxFrame& frame, void* data,
                            std::size_t length, bool rendezvous,
                            const std::function<void(UcxReads::Part part)>& receive);

@@ -99,11 +99,12 @@ Status check_ucx_version(unsigned major, unsigned minor, unsigned release, const
                          const std::string& missing) {
   const bool newer_major = major > UCP_API_MAJOR;
   if (missing.empty() && !newer_major && UCP_VERSION(major, minor) >= UCP_API_VERSION) return {};
-  return unusable(StatusCode::kFailedPrecondition,
-                  fmt::format("UCX {}.{}.{}, {} cannot be used: this was built with {}.{} and takes that or a newer "
-                              "{}.x{}{}; point LD_LIBRARY_PATH at one",
-                              major, minor, release, path, UCP_API_MAJOR, UCP_API_MINOR, UCP_API_MAJOR,
-                              missing.empty() ? "" : "; it lacks", missing));
+  return unusable(
+      StatusCode::kFailedPrecondition,
+      fmt::format("UCX {}.{}.{}, {} cannot be used: this was built with {}.{} and takes that or a newer "
+                  "{}.x{}{}; point LD_LIBRARY_PATH at one",
+                  major, minor, release, path, UCP_API_MAJOR, UCP_API_MINOR, UCP_API_MAJOR,
+                  missing.empty() ? "" : "; it lacks", missing));
 }
 
 Result<const UcxLibrary*> load_ucx() {

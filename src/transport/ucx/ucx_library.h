@@ -54,9 +54,9 @@ struct UcxLibrary {
   std::string description;  // "UCX 1.13.1, /usr/lib/x86_64-linux-gnu/libucp.so.0"
 };
 
-// Whether a library that says it is `major`.`minor`.`release`, at `path`, can be used: OK for what this was built
-// with and all newer minor versions. FAILED_PRECONDITION names both versions and the path, and the functions it
-// lacks (`missing`, each with a blank before it).
+// Whether a library that says it is `major`.`minor`.`release`, at `path`, can be used: OK for what this was
+// built with and all newer minor versions. FAILED_PRECONDITION names both versions and the path, and the
+// functions it lacks (`missing`, each with a blank before it).
 Status check_ucx_version(unsigned major, unsigned minor, unsigned release, const std::string& path,
                          const std::string& missing);
 

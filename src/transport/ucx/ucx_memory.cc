@@ -1,8 +1,13 @@
 #include "transport/ucx/ucx_memory.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 
@@ -11,6 +16,7 @@
 #include "base/checked.h"
 #include "base/clock.h"
 #include "base/host_memory.h"
+#include "base/unique_fd.h"
 #include "base/units.h"
 
 namespace shardpull {
@@ -63,6 +69,59 @@ Meaning meaning_of(ucs_status_t status) {
     default:
       return {StatusCode::kInternal, Reason::kUnspecified, Fault::kLibrary};
   }
+}
+
+// Whether a byte of every page can be read: through a pipe, as a read of what cannot would end the process.
+Status check_readable(const std::byte* data, std::uint64_t bytes, std::string_view what) {
+  std::size_t at_once = 1024;  // IOV_MAX
+  int ends[2] = {-1, -1};
+  if (pipe2(ends, O_CLOEXEC) != 0) {
+    return Status(
+        StatusCode::kFailedPrecondition,
+        fmt::format("no pipe to check the memory of {}: {}; with too many open files, raise the limit with: "
+                    "ulimit -n",
+                    what, std::strerror(errno)),
+        {.reason = Reason::kHost, .fault = Fault::kHost});
+  }
+  const UniqueFd out(ends[0]), in(ends[1]);
+  const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  std::array<iovec, 1024> pages;
+  std::array<std::byte, 1024> ignored;
+  for (std::uint64_t at = 0; at < bytes;) {
+    std::size_t count = 0;
+    std::uint64_t next = at;
+    for (; count < at_once && next < bytes; ++count) {
+      pages[count] = {.iov_base = const_cast<std::byte*>(data + next), .iov_len = 1};
+      next += page - (reinterpret_cast<std::uintptr_t>(data) + next) % page;
+    }
+    const ssize_t got = writev(in.get(), pages.data(), static_cast<int>(count));
+    if (got < 0 && errno == EINTR) continue;
+    if (got != static_cast<ssize_t>(count) && count > 1) {
+      for (ssize_t left = got; left > 0;)
+        left -= std::max<ssize_t>(0, read(out.get(), ignored.data(), count));
+      at_once = 1;  // which of them it is
+      continue;
+    }
+    if (got < 0) {
+      return Status(
+          StatusCode::kInvalidArgument,
+          fmt::format("{} ({} bytes) cannot be read by this process from offset {} on: no memory is "
+                      "mapped there, it is protected, or it belongs to a device; copy it to memory of the "
+                      "host first",
+                      what, bytes, at),
+          {.reason = Reason::kBadArgument, .fault = Fault::kUser});
+    }
+    for (ssize_t left = got; left > 0;) left -= std::max<ssize_t>(0, read(out.get(), ignored.data(), count));
+    at = next;
+  }
+  return {};
+}
+
+// For people: "64 KiB", "unlimited".
+std::string limit_of_locked_memory() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0) return "unknown";
+  return limit.rlim_cur == RLIM_INFINITY ? "unlimited" : format_bytes(limit.rlim_cur);
 }
 
 }  // namespace
@@ -130,6 +189,7 @@ Result<std::shared_ptr<const UcxBlock>> UcxBlock::adopt(std::shared_ptr<UcxConte
                   fmt::format("memory of {} at no address, or of 0 bytes", what),
                   {.reason = Reason::kBadArgument, .fault = Fault::kLibrary});
   }
+  if (Status readable = check_readable(data, bytes, what); !readable.ok()) return readable;
   std::shared_ptr<UcxBlock> block(new UcxBlock(std::move(context)));
   block->data_ = const_cast<std::byte*>(data);  // what reads it does not write it
   block->bytes_ = bytes;
@@ -147,14 +207,25 @@ Status UcxBlock::make_known(std::string_view what) {
   params.memory_type = UCS_MEMORY_TYPE_HOST;
   void* key = nullptr;
   std::size_t key_bytes = 0;
-  ucs_status_t status = ucx.ucp_mem_map(context_->context, &params, &handle_);
+  const std::uint64_t number = ++context_->registrations;
+  const auto fails = [&](bool at_key) {
+    return context_->fail_registration && context_->fail_registration(number, at_key);
+  };
+  ucs_status_t status =
+      fails(false) ? UCS_ERR_NO_MEMORY : ucx.ucp_mem_map(context_->context, &params, &handle_);
   if (status != UCS_OK) handle_ = nullptr;
-  if (status == UCS_OK) status = ucx.ucp_rkey_pack(context_->context, handle_, &key, &key_bytes);
+  // What was registered is not any more when the block ends, wherever it fails.
+  if (status == UCS_OK) {
+    status =
+        fails(true) ? UCS_ERR_NO_MEMORY : ucx.ucp_rkey_pack(context_->context, handle_, &key, &key_bytes);
+  }
   if (status != UCS_OK) {
-    return ucx_error(ucx, status,
-                     fmt::format("cannot register {} ({} bytes) at {} for {}; the limit of locked memory may "
-                                 "be too low (ulimit -l)",
-                                 format_bytes(bytes_), bytes_, static_cast<const void*>(data_), what));
+    return ucx_error(
+        ucx, status,
+        fmt::format("cannot register {} ({} bytes) at {} for {}; this process may lock {} of memory: "
+                    "raise that with: ulimit -l unlimited (containers: --ulimit memlock=-1)",
+                    format_bytes(bytes_), bytes_, static_cast<const void*>(data_), what,
+                    limit_of_locked_memory()));
   }
   const auto* const bytes = static_cast<const std::byte*>(key);
   key_.assign(bytes, bytes + key_bytes);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -41,6 +42,9 @@ struct UcxContext {
   const ucp_context_h context;
   OwnRegions regions;
   UniqueFd wake_fd;
+  // For tests: see UcxOptions.
+  std::function<bool(std::uint64_t registration, bool key)> fail_registration;
+  std::atomic<std::uint64_t> registrations{0};
   std::atomic<std::thread::id> progress_thread;  // that must not wait for itself
   Mutex mutex;
   // Memory that was adopted and is still held, by address and extent.
@@ -55,7 +59,8 @@ class UcxBlock {
   // and the size.
   static Result<std::shared_ptr<const UcxBlock>> allocate(std::shared_ptr<UcxContext> context,
                                                           std::uint64_t bytes, std::string_view what);
-  // Registers memory of somebody else, who keeps it.
+  // Registers memory of somebody else, who keeps it. INVALID_ARGUMENT names the offset of the first page that
+  // cannot be read.
   static Result<std::shared_ptr<const UcxBlock>> adopt(std::shared_ptr<UcxContext> context,
                                                        const std::byte* data, std::uint64_t bytes,
                                                        std::string_view what);

@@ -1,5 +1,5 @@
-// UcxReads: the reads of a transport that are under way, and where their data belongs. Every UCX worker of the
-// transport brings data, each on its own thread; so what those threads report is collected here, too.
+// UcxReads: the reads of a transport that are under way, and where their data belongs. Every UCX worker of
+// the transport brings data, each on its own thread; so what those threads report is collected here, too.
 #pragma once
 
 #include <cstddef>
@@ -65,8 +65,8 @@ class UcxReads {
   void settle(Settled read);
   // The next part to fetch, of at most `max_bytes`; none when all are under way or the read has failed.
   std::optional<Part> next_part(std::uint64_t number, std::uint64_t max_bytes);
-  // Where data that arrived belongs; `copied` says that the caller copies it. None when nobody waits for it any
-  // more, or when it is not what was asked: then its endpoint has failed.
+  // Where data that arrived belongs; `copied` says that the caller copies it. None when nobody waits for it
+  // any more, or when it is not what was asked: then its endpoint has failed.
   std::optional<Part> place(std::uint64_t key, const UcxFrame& frame, std::uint64_t length, bool copied);
   void landed(const Part& part, Status status);
   // The owner does not send it, or not all of it.

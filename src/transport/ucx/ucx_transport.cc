@@ -52,14 +52,14 @@ constexpr int kAcceptsPerRound = 64;
 constexpr std::int64_t kAcceptPauseNs = 100 * kNanosPerMilli;  // when the process is out of descriptors
 constexpr std::uint64_t kSendBufferBytes = 1u << 20;
 constexpr std::uint64_t kEagerReadBytes = 4096;  // smaller than a rendezvous is worth
-// Over TCP a rendezvous moves the same messages through the same buffers, and waits for the reader before each
-// fragment. So fragments are sent at once, each in one of UCX's segments, from which it is copied while the
-// caches still hold it.
+// Over TCP a rendezvous moves the same messages through the same buffers, and waits for the reader before
+// each fragment. So fragments are sent at once, each in one of UCX's segments, from which it is copied while
+// the caches still hold it.
 constexpr std::uint64_t kTcpFragmentBytes = 512u << 10;
 constexpr std::uint64_t kTcpSegmentBytes = kTcpFragmentBytes + (4u << 10);  // with the headers
-constexpr int kRoundsPerProgress = 256;          // of UCX's own progress, before what it brought is looked at
-constexpr std::size_t kMaxUnproven = 1024;       // accepted peers that have not said hello
-constexpr std::size_t kMaxServes = 65'536;       // reads of one peer waiting
+constexpr int kRoundsPerProgress = 256;     // of UCX's own progress, before what it brought is looked at
+constexpr std::size_t kMaxUnproven = 1024;  // accepted peers that have not said hello
+constexpr std::size_t kMaxServes = 65'536;  // reads of one peer waiting
 constexpr std::uint64_t kMaxEarlyBytes = 64u << 20;
 constexpr std::size_t kMaxRememberedPeers = 4096;
 constexpr std::int64_t kLetGoNs = kNanosPerSecond;  // for UCX to end what an endpoint has under way
@@ -116,12 +116,14 @@ bool has_rdma_lane(const UcxLibrary& ucx, ucp_ep_h handle) {
 
 class UcxTransport final : public Transport {
  public:
-  UcxTransport(UcxOptions options, std::string interface, SocketAddress own, std::shared_ptr<UcxContext> context)
+  UcxTransport(UcxOptions options, std::string interface, SocketAddress own,
+               std::shared_ptr<UcxContext> context)
       : options_(std::move(options)),
         interface_(std::move(interface)),
         tcp_(options_.transports == "tcp"),
         eager_bytes_(tcp_ ? kTcpFragmentBytes : kEagerReadBytes),
-        fragment_bytes_(tcp_ ? std::min(options_.fragment_bytes, kTcpFragmentBytes) : options_.fragment_bytes),
+        fragment_bytes_(tcp_ ? std::min(options_.fragment_bytes, kTcpFragmentBytes)
+                             : options_.fragment_bytes),
         own_(own),
         context_(std::move(context)),
         ucx_(context_->ucx) {}
@@ -211,12 +213,13 @@ class UcxTransport final : public Transport {
   Status wait(std::int64_t timeout_ns);
   std::int64_t next_timer_ns() const;
   bool work_waits() const {
-    return !accepted_.empty() || !greeted_.empty() || !inbox_.empty() || !closed_.empty() || reads_.has_news() ||
+    return !accepted_.empty() || !greeted_.empty() || !inbox_.empty() || !closed_.empty() ||
+           reads_.has_news() ||
            std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->has_done(); });
   }
 
   const UcxOptions options_;
-  const std::string interface_;  // that UCX is held to, or empty
+  const std::string interface_;         // that UCX is held to, or empty
   const bool tcp_;                      // and nothing else
   const std::uint64_t eager_bytes_;     // larger fragments are sent by rendezvous
   const std::uint64_t fragment_bytes_;  // of a read
@@ -225,7 +228,7 @@ class UcxTransport final : public Transport {
   const UcxLibrary& ucx_;
   const SystemClock& clock_ = SystemClock::instance();
 
-  std::unique_ptr<UcxWorker> worker_;             // carries messages, and data
+  std::unique_ptr<UcxWorker> worker_;            // carries messages, and data
   std::vector<std::unique_ptr<UcxLane>> lanes_;  // carry data
   std::vector<std::byte> hello_data_;            // the same for all peers
   UniqueFd epoll_;
@@ -243,8 +246,8 @@ class UcxTransport final : public Transport {
   std::vector<EndpointId> accepted_;  // to be reported
   std::vector<EndpointId> greeted_;   // may have sent messages before their hello was read
   std::vector<UcxIncoming> inbox_;    // to be looked at
-  std::vector<EndpointId> closed_;   // to be reported, and removed
-  std::vector<EndpointId> to_pump_;  // with room for more fragments
+  std::vector<EndpointId> closed_;    // to be reported, and removed
+  std::vector<EndpointId> to_pump_;   // with room for more fragments
   std::unordered_set<std::string> refused_peers_;
 
   UcxReads reads_;
@@ -273,9 +276,10 @@ Status UcxTransport::start() {
   for (const auto& lane : lanes_) add_address(lane->address());
   hello_data_ = hello.take();
   if (hello_data_.size() > kMaxUcxHelloDataBytes) {
-    return host_error(fmt::format("the addresses of {} UCX workers take {} bytes, above the limit of {}: name fewer "
-                                  "transports or interfaces, or have fewer workers (--ucx-workers)",
-                                  options_.workers, hello_data_.size(), kMaxUcxHelloDataBytes));
+    return host_error(
+        fmt::format("the addresses of {} UCX workers take {} bytes, above the limit of {}: name fewer "
+                    "transports or interfaces, or have fewer workers (--ucx-workers)",
+                    options_.workers, hello_data_.size(), kMaxUcxHelloDataBytes));
   }
   epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll_ || !watch(worker_->event_fd(), kWorkerKey) || !watch(context_->wake_fd.get(), kWakeKey)) {
@@ -539,11 +543,11 @@ void UcxTransport::finished(UcxOperation* raw, ucs_status_t status) {
         --endpoint->gets;
         to_pump_.push_back(endpoint->id);
       }
-      return reads_.landed(operation->part, status == UCS_OK
-                                                ? Status()
-                                                : ucx_error(ucx_, status,
-                                                            fmt::format("a read from {} failed", endpoint->peer),
-                                                            endpoint->peer));
+      return reads_.landed(operation->part,
+                           status == UCS_OK
+                               ? Status()
+                               : ucx_error(ucx_, status, fmt::format("a read from {} failed", endpoint->peer),
+                                           endpoint->peer));
     }
     case Kind::kClose:
       endpoint->let_go = --endpoint->closing == 0;
@@ -704,9 +708,8 @@ void UcxTransport::pump_gets(UcxEndpoint& endpoint) {
     ++endpoint.gets;
     const ucp_request_param_t param = param_of(operation);
     const UcxReads::Part& from = operation->part;
-    answered(operation,
-             ucx_.ucp_get_nbx(endpoint.handle, from.local, static_cast<std::size_t>(from.bytes),
-                              from.region->address() + from.offset, from.region->key(), &param));
+    answered(operation, ucx_.ucp_get_nbx(endpoint.handle, from.local, static_cast<std::size_t>(from.bytes),
+                                         from.region->address() + from.offset, from.region->key(), &param));
   }
 }
 
@@ -877,12 +880,12 @@ Status UcxTransport::take_hello(UcxEndpoint& endpoint, const UcxFrame& frame,
   const ucs_status_t status =
       worker_->connect(addresses[0].data(), &UcxTransport::on_error, this, &endpoint.handle);
   if (status != UCS_OK) {
-    return Status(StatusCode::kFailedPrecondition,
-                  fmt::format("UCX finds no way to {}: it has the transports {}, this process has {}; give both "
-                              "the same (--transport, UCX_TLS, --interface): {}",
-                              endpoint.peer, printable(transports), transports_text(),
-                              ucx_.ucs_status_string(status)),
-                  {.reason = Reason::kSettingMismatch, .fault = Fault::kUser, .peer = endpoint.peer});
+    return Status(
+        StatusCode::kFailedPrecondition,
+        fmt::format("UCX finds no way to {}: it has the transports {}, this process has {}; give both "
+                    "the same (--transport, UCX_TLS, --interface): {}",
+                    endpoint.peer, printable(transports), transports_text(), ucx_.ucs_status_string(status)),
+        {.reason = Reason::kSettingMismatch, .fault = Fault::kUser, .peer = endpoint.peer});
   }
   reads_.admit(endpoint.own_key, endpoint.id, endpoint.peer, options_.token, endpoint.incarnation);
   endpoint.fragments.resize(std::min<std::size_t>(addresses.size(), options_.workers));
@@ -936,9 +939,8 @@ ucs_status_t UcxTransport::take_active_message(const void* header, std::size_t h
       return UCS_OK;
     }
     if (frame->kind == UcxFrameKind::kData) {
-      return take_ucx_data(reads_, key, *frame, data, length, rendezvous, [&](UcxReads::Part part) {
-        begin_receive(*endpoint, data, std::move(part));
-      });
+      return take_ucx_data(reads_, key, *frame, data, length, rendezvous,
+                           [&](UcxReads::Part part) { begin_receive(*endpoint, data, std::move(part)); });
     }
     if (length > kMaxUcxFrameDataBytes) {
       note_failure(endpoint->id,
@@ -965,9 +967,8 @@ void UcxTransport::begin_receive(UcxEndpoint& endpoint, void* data, UcxReads::Pa
   operation->bytes = part.bytes;
   operation->part = std::move(part);
   const ucp_request_param_t param = param_of(operation);
-  answered(operation,
-           ucx_.ucp_am_recv_data_nbx(worker_->handle(), data, operation->part.local,
-                                     static_cast<std::size_t>(operation->bytes), &param));
+  answered(operation, ucx_.ucp_am_recv_data_nbx(worker_->handle(), data, operation->part.local,
+                                                static_cast<std::size_t>(operation->bytes), &param));
 }
 
 // What UCX may use here, for people.
@@ -1178,9 +1179,9 @@ void UcxTransport::let_go(UcxEndpoint& endpoint) {
     return;
   }
   by_handle_.erase(endpoint.handle);
-  // Forced, UCX 1.13 may use a connection that it has freed: when a message was sent in part and the peer's end
-  // and room for the rest are noticed at once. So it is forced only where UCX may still write to a reader's
-  // memory, which over TCP alone it never does.
+  // Forced, UCX 1.13 may use a connection that it has freed: when a message was sent in part and the peer's
+  // end and room for the rest are noticed at once. So it is forced only where UCX may still write to a
+  // reader's memory, which over TCP alone it never does.
   const std::uint32_t flags = !tcp_ && endpoint.reads > 0 ? UCP_EP_CLOSE_FLAG_FORCE : 0;
   endpoint.closing = 1;
   for (std::size_t lane = 1; lane < endpoint.fragments.size(); ++lane) {
@@ -1458,10 +1459,12 @@ Result<std::unique_ptr<Transport>> make_ucx_transport(UcxOptions options) {
                                  ucx->description, options.transports, interface));
   }
   auto context = std::make_shared<UcxContext>(*ucx, handle);
+  context->fail_registration = std::move(options.fail_registration);
   context->wake_fd = UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!context->wake_fd)
     return host_error(fmt::format("the ucx transport cannot be woken: {}", std::strerror(errno)));
-  auto transport = std::make_unique<UcxTransport>(std::move(options), std::move(interface), own, std::move(context));
+  auto transport =
+      std::make_unique<UcxTransport>(std::move(options), std::move(interface), own, std::move(context));
   SHARDPULL_RETURN_IF_ERROR(transport->start());
   return std::unique_ptr<Transport>(std::move(transport));
 }

@@ -21,6 +21,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -42,9 +43,9 @@ struct UcxOptions {
   std::string host = "127.0.0.1";
   std::uint16_t port = 0;  // 0: any free one
   std::string interface;   // "eth0", or a list of UCX's device names; empty: see `host`
-  // UCX workers, 1..kMaxUcxWorkers: streams to each peer over which the fragments of reads are spread. The first
-  // one is driven by progress() and carries all messages; each other one has a thread of its own. Of two peers
-  // the smaller number counts. Fetched reads (see Reads) use the first worker alone.
+  // UCX workers, 1..kMaxUcxWorkers: streams to each peer over which the fragments of reads are spread. The
+  // first one is driven by progress() and carries all messages; each other one has a thread of its own. Of
+  // two peers the smaller number counts. Fetched reads (see Reads) use the first worker alone.
   std::uint32_t workers = 1;
   enum class Reads {
     kAuto,  // one-sided where UCX connected by RDMA
@@ -62,6 +63,9 @@ struct UcxOptions {
   std::int64_t hello_timeout_ns = 10 * kNanosPerSecond;
   // How long queued messages may take to leave a closed endpoint.
   std::int64_t close_timeout_ns = 2 * kNanosPerSecond;
+  // For tests. Asked for the n-th registration of memory (from 1), and again when its key is made: true lets
+  // it fail as for want of memory that may be locked.
+  std::function<bool(std::uint64_t registration, bool key)> fail_registration;
 };
 
 // Makes the transport. Loads UCX on the first call, so that processes which do without it do not have it:

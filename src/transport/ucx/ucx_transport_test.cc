@@ -5,6 +5,8 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -32,8 +34,10 @@
 
 #include "base/host_port.h"
 #include "base/unique_fd.h"
+#include "base/units.h"
 #include "transport/transport_testing.h"
 #include "transport/ucx/ucx_frame.h"
+#include "transport/ucx/ucx_library.h"
 
 namespace shardpull {
 namespace {
@@ -94,14 +98,14 @@ constexpr std::uint64_t kChildBytes = 64u << 20;
 
 class Child {
  public:
-  explicit Child(std::uint16_t port, Incarnation incarnation) {
+  explicit Child(std::uint16_t port, Incarnation incarnation, std::uint32_t workers = 1) {
     int pipes[2];
     EXPECT_EQ(pipe(pipes), 0);
     const std::string out = std::to_string(pipes[1]), at = std::to_string(port),
-                      life = std::to_string(incarnation);
+                      life = std::to_string(incarnation), streams = std::to_string(workers);
     pid_ = fork();
     if (pid_ == 0) {
-      setenv("SHARDPULL_TEST_CHILD", fmt::format("{} {} {}", out, at, life).c_str(), 1);
+      setenv("SHARDPULL_TEST_CHILD", fmt::format("{} {} {} {}", out, at, life, streams).c_str(), 1);
       execl("/proc/self/exe", "ucx_child", "--gtest_also_run_disabled_tests", "--gtest_brief=1",
             "--gtest_output=", "--gtest_filter=UcxChild.DISABLED_Serves", nullptr);
       _exit(127);
@@ -135,10 +139,11 @@ TEST(UcxChild, DISABLED_Serves) {
   const char* const task = std::getenv("SHARDPULL_TEST_CHILD");
   if (task == nullptr) GTEST_SKIP() << "only as a child of the tests below";
   int out = -1;
-  unsigned port = 0;
+  unsigned port = 0, workers = 0;
   unsigned long long incarnation = 0;
-  ASSERT_EQ(std::sscanf(task, "%d %u %llu", &out, &port, &incarnation), 3);
+  ASSERT_EQ(std::sscanf(task, "%d %u %llu %u", &out, &port, &incarnation, &workers), 4);
   UcxOptions options = options_of("trainer-0", incarnation);
+  options.workers = workers;
   options.port = static_cast<std::uint16_t>(port);
   Side side(make_ucx_transport(options));
   const auto memory = *side.transport->allocate(kChildBytes, "weights");
@@ -164,10 +169,12 @@ TEST(UcxChild, DISABLED_Serves) {
 // Goal: between two processes: a read of what the other one wrote; then its death is noticed at once, reads
 // under way fail before the end is reported, exactly once; nothing is printed; its successor at the same
 // address is reached.
-TEST_F(UcxTransportTest, NoticesAKilledPeerAndReachesItsSuccessor) {
-  std::optional<Child> child(std::in_place, 0, 100);
+void notice_a_killed_peer(std::uint32_t its_workers, std::uint32_t our_workers) {
+  std::optional<Child> child(std::in_place, 0, 100, its_workers);
   Stderr printed;
-  Side side(make_ucx_transport(options_of("worker-0", 5)));
+  UcxOptions options = options_of("worker-0", 5);
+  options.workers = our_workers;
+  Side side(make_ucx_transport(options));
   EndpointId endpoint = introduce(side, child->address());
   ASSERT_TRUE(pump({&side}, [&] { return side.count(Event::kMessage) == 1; }));
   const HotHeader reply = side.last(Event::kMessage).header;
@@ -207,6 +214,84 @@ TEST_F(UcxTransportTest, NoticesAKilledPeerAndReachesItsSuccessor) {
   EXPECT_EQ(side.count(Event::kClosed), 1u);
   side.transport.reset();
   EXPECT_EQ(printed.take(), "");
+}
+TEST_F(UcxTransportTest, NoticesAKilledPeerAndReachesItsSuccessor) {
+  notice_a_killed_peer(1, 1);
+}
+// Every worker ends. The smaller number of the two counts.
+TEST_F(UcxTransportTest, NoticesAKilledPeerOfSeveralWorkers) {
+  const std::size_t threads = entries_of("/proc/self/task");
+  notice_a_killed_peer(3, 2);
+  notice_a_killed_peer(1, 4);
+  EXPECT_LE(entries_of("/proc/self/task"), threads + 1);  // UCX's own
+}
+
+// Not a test: reads from an owner, over and over, until it is killed.
+TEST(UcxChild, DISABLED_Reads) {
+  const char* const task = std::getenv("SHARDPULL_TEST_READER");
+  if (task == nullptr) GTEST_SKIP() << "only as a child of the test below";
+  char address[64] = {};
+  unsigned workers = 0;
+  ASSERT_EQ(std::sscanf(task, "%63s %u", address, &workers), 2);
+  UcxOptions options = options_of("worker-0", static_cast<Incarnation>(getpid()));
+  options.workers = workers;
+  Side side(make_ucx_transport(options));
+  const EndpointId endpoint = introduce(side, address);
+  ASSERT_TRUE(pump({&side}, [&] { return side.count(Event::kMessage) == 1; }));
+  const HotHeader reply = side.last(Event::kMessage).header;
+  std::vector<std::byte> landed(kChildBytes);
+  const std::int64_t start_ns = SystemClock::instance().now_ns();
+  while (SystemClock::instance().now_ns() - start_ns < 120 * kNanosPerSecond) {
+    side.events.clear();
+    for (ReadToken token = 0; token < 4; ++token)
+      side.transport->read(endpoint, {reply.target, reply.seq, 0, kChildBytes}, landed.data(), token);
+    ASSERT_TRUE(pump({&side}, [&] { return side.count(Event::kRead) == 4; }));
+    if (std::memcmp(landed.data(), landed.data() + 4096, 8) == 0) _exit(3);
+    side.transport->send(endpoint, pull(1), nullptr, 0).ignore();
+  }
+}
+
+// Goal: an owner outlives readers that are killed, or stopped and then killed, while all its workers send to
+// them; the end of each is reported once.
+TEST_F(UcxTransportTest, OwnersOutliveKilledReaders) {
+  for (const std::uint32_t workers : {1u, 3u}) {
+    UcxOptions options = options_of("trainer-0", 1);
+    options.workers = workers;
+    Side owner(make_ucx_transport(options));
+    const auto memory = *owner.transport->allocate(kChildBytes, "weights");
+    for (std::uint64_t i = 0; i < kChildBytes; ++i) memory->ref().address[i] = coded_byte(i);
+    const std::string address = *owner.transport->listen();
+    owner.on_message_hook = [&](EndpointId endpoint, const HotHeader& header) {
+      if (header.type != HotType::kHello) return;
+      HotHeader reply;
+      reply.type = HotType::kReady;
+      reply.target = memory->ref().region;
+      reply.seq = memory->ref().generation;
+      owner.transport->grant(endpoint, memory).ignore();
+      owner.transport->send(endpoint, reply, nullptr, 0).ignore();
+    };
+    for (int life = 0; life < 4; ++life) {
+      const pid_t reader = fork();
+      if (reader == 0) {
+        setenv("SHARDPULL_TEST_READER", fmt::format("{} {}", address, workers).c_str(), 1);
+        execl("/proc/self/exe", "ucx_child", "--gtest_also_run_disabled_tests", "--gtest_brief=1",
+              "--gtest_output=", "--gtest_filter=UcxChild.DISABLED_Reads", nullptr);
+        _exit(127);
+      }
+      const std::size_t ended = owner.count(Event::kClosed), told = owner.count(Event::kMessage);
+      // Until a round of reads has been checked, and the next one is under way.
+      ASSERT_TRUE(pump({&owner}, [&] { return owner.count(Event::kMessage) == told + 2; }));
+      if (life % 2 == 1) {
+        ASSERT_EQ(kill(reader, SIGSTOP), 0);
+        for (int i = 0; i < 50; ++i) ASSERT_TRUE(owner.transport->progress(kNanosPerMilli, owner).ok());
+        if (life == 3) owner.transport->close(owner.last(Event::kMessage).endpoint);
+      }
+      ASSERT_EQ(kill(reader, SIGKILL), 0);
+      ASSERT_EQ(waitpid(reader, nullptr, 0), reader);
+      ASSERT_TRUE(pump({&owner}, [&] { return owner.transport->counters().endpoints == 0; }));
+      EXPECT_EQ(owner.count(Event::kClosed), life == 3 ? ended : ended + 1);
+    }
+  }
 }
 
 // Goal: an owner outlives a reader that is killed while it is being served, and serves the next one.
@@ -645,6 +730,171 @@ TEST_F(UcxTransportTest, RefusesImpossibleOptions) {
   const Status taken = rival.transport->listen().status();
   EXPECT_FALSE(taken.ok());
   EXPECT_NE(taken.message().find("listens there"), std::string::npos) << taken.message();
+}
+
+// Goal: a registration that the limit of locked memory forbids says so and how to raise it; what was
+// registered before goes on, and ends cleanly.
+TEST_F(UcxTransportTest, Case114RegistrationBeyondTheLimitOfLockedMemory) {
+  UcxOptions options = options_of("trainer-0", 1);
+  options.fail_registration = [](std::uint64_t registration, bool) { return registration == 3; };
+  Side a(make_ucx_transport(options));
+  auto first = *a.transport->allocate(10'000, "export buffer 0");
+  auto second = *a.transport->allocate(20'000, "export buffer 1");
+  const Status third = a.transport->allocate(3u << 20, "export buffer 2").status();
+  EXPECT_EQ(third.code(), StatusCode::kResourceExhausted);
+  EXPECT_EQ(third.info().reason, Reason::kNoMemory);
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_MEMLOCK, &limit), 0);
+  const std::string allowed = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : format_bytes(limit.rlim_cur);
+  for (const std::string& part : {std::string("export buffer 2"), std::string("3 MiB"), "may lock " + allowed,
+                                  std::string("ulimit -l")}) {
+    EXPECT_NE(third.message().find(part), std::string::npos) << part << ": " << third.message();
+  }
+  EXPECT_EQ(a.transport->counters().regions, 2u);
+  EXPECT_EQ(a.transport->counters().region_bytes, 30'000u);
+  first->ref().address[9'999] = second->ref().address[19'999] = std::byte{1};
+  first.reset();
+  second.reset();
+  EXPECT_EQ(a.transport->counters().regions, 0u);
+  EXPECT_TRUE(a.transport->allocate(3u << 20, "export buffer 2").ok());
+}
+
+// Goal: memory of which a part of the registration fails is no region: it may end and be used again, and no
+// peer reaches it.
+TEST_F(UcxTransportTest, Case115RegistrationIsAllOrNothing) {
+  UcxOptions options = options_of("trainer-0", 1);
+  options.fail_registration = [](std::uint64_t registration, bool key) { return registration == 1 && key; };
+  Side a(make_ucx_transport(options));
+  Side b(make_ucx_transport(options_of("worker-0", 2)));
+  const EndpointId b_to_a = introduce(b, *a.transport->listen());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+  const EndpointId a_to_b = a.last(Event::kAccepted).endpoint;
+  auto bytes = pattern(1u << 20, 3);
+  EXPECT_EQ(a.transport->adopt(bytes.data(), bytes.size(), "a tensor").status().code(),
+            StatusCode::kResourceExhausted);
+  EXPECT_EQ(a.transport->counters().regions, 0u);
+  bytes = {};
+  std::vector<std::byte> landed(100, std::byte{0xCD});
+  b.transport->read(b_to_a, {1, 1, 0, 100}, landed.data(), 1);
+  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kRead) == 1; }));
+  EXPECT_EQ(b.last(Event::kRead).status.code(), StatusCode::kNotFound);
+  bytes = pattern(1u << 20, 4);
+  const auto memory = *a.transport->adopt(bytes.data(), bytes.size(), "a tensor");
+  ASSERT_TRUE(a.transport->grant(a_to_b, memory).ok());
+  ASSERT_TRUE(a.transport->send(a_to_b, pull(1), nullptr, 0).ok());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kMessage) == 1; }));
+  b.transport->read(b_to_a, {memory->ref().region, memory->ref().generation, 0, 100}, landed.data(), 2);
+  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kRead) == 2; }));
+  EXPECT_TRUE(std::equal(landed.begin(), landed.end(), bytes.begin()));
+}
+
+// Goal: a UCX older than the one that this was built with is refused with both versions and where it lies; a
+// newer one of the same major version is taken.
+TEST(UcxLibraryTest, Case126OlderUcxIsRefused) {
+  const std::string path = "/opt/old/lib/libucp.so.0";
+  const Status old = check_ucx_version(UCP_API_MAJOR, UCP_API_MINOR - 1, 7, path, "");
+  EXPECT_EQ(old.code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(old.info().reason, Reason::kHost);
+  for (const std::string& part : {fmt::format("UCX {}.{}.7", UCP_API_MAJOR, UCP_API_MINOR - 1),
+                                  fmt::format("built with {}.{}", UCP_API_MAJOR, UCP_API_MINOR), path,
+                                  std::string("LD_LIBRARY_PATH")}) {
+    EXPECT_NE(old.message().find(part), std::string::npos) << part << ": " << old.message();
+  }
+  EXPECT_TRUE(check_ucx_version(UCP_API_MAJOR, UCP_API_MINOR, 0, path, "").ok());
+  EXPECT_TRUE(check_ucx_version(UCP_API_MAJOR, UCP_API_MINOR + 40, 0, path, "").ok());
+  EXPECT_FALSE(check_ucx_version(UCP_API_MAJOR + 1, 0, 0, path, "").ok());
+  const Status lacking = check_ucx_version(UCP_API_MAJOR, UCP_API_MINOR, 0, path, " ucp_am_send_nbx");
+  EXPECT_NE(lacking.message().find("lacks ucp_am_send_nbx"), std::string::npos) << lacking.message();
+}
+
+// Goal: peers whose UCX has nothing in common say so soon, with the transports of both.
+TEST_F(UcxTransportTest, Case128NoTransportInCommon) {
+  Side a(make_ucx_transport(options_of("trainer-0", 1)));
+  UcxOptions options = options_of("worker-0", 2);
+  options.transports = "posix,self";
+  options.interface = "memory";
+  Result<std::unique_ptr<Transport>> made = make_ucx_transport(options);
+  if (!made.ok()) GTEST_SKIP() << made.status().message();
+  Side b(std::move(made));
+  const std::int64_t start_ns = SystemClock::instance().now_ns();
+  introduce(b, *a.transport->listen());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kClosed) == 1 && b.count(Event::kClosed) == 1; }));
+  EXPECT_LT(SystemClock::instance().now_ns() - start_ns, 10 * kNanosPerSecond);
+  int named = 0;
+  for (const Side* side : {&a, &b}) {
+    const std::string message = side->last(Event::kClosed).status.message();
+    named += message.find("\"tcp on lo\"") != std::string::npos &&
+             message.find("\"posix,self on memory\"") != std::string::npos;
+  }
+  EXPECT_GE(named, 1) << a.last(Event::kClosed).status.message() << "\n"
+                      << b.last(Event::kClosed).status.message();
+}
+
+// Goal: memory that cannot be read is refused when it is adopted, by name and offset, and ends no process.
+TEST_F(UcxTransportTest, Case131MemoryThatCannotBeRead) {
+  Side a(make_ucx_transport(options_of("trainer-0", 1)));
+  const std::size_t page = 4096, pages = 1500;
+  void* const area = mmap(nullptr, pages * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(area, MAP_FAILED);
+  auto* const data = static_cast<std::byte*>(area);
+  EXPECT_TRUE(a.transport->adopt(data, pages * page, "lm_head.weight").ok());
+  const auto refused = [&](std::size_t bad_page) {
+    ASSERT_EQ(mprotect(data + bad_page * page, page, PROT_NONE), 0);
+    const Status why = a.transport->adopt(data + 100, pages * page - 100, "lm_head.weight").status();
+    EXPECT_EQ(why.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(why.message().find("lm_head.weight"), std::string::npos) << why.message();
+    EXPECT_NE(why.message().find(fmt::format("offset {} ", bad_page * page - 100)), std::string::npos)
+        << why.message();
+  };
+  refused(pages - 1);
+  refused(1100);
+  refused(1);
+  ASSERT_EQ(munmap(area, pages * page), 0);
+  EXPECT_FALSE(a.transport->adopt(data, page, "lm_head.weight").ok());
+  EXPECT_EQ(a.transport->counters().regions, 0u);
+}
+
+// Goal: a hello cut short at every byte, and with lengths that lie, closes its connection and nothing else.
+TEST_F(UcxTransportTest, Case133HellosCutShortAndWithWrongLengths) {
+  Side a(make_ucx_transport(options_of("trainer-0", 1)));
+  UcxOptions options = options_of("worker-0", 2);
+  options.workers = 2;
+  Side b(make_ucx_transport(options));
+  const std::string address = *a.transport->listen();
+  // Whoever is connected to is greeted at once.
+  std::vector<std::byte> hello(4096);
+  {
+    const UniqueFd fd = connected_socket(*b.transport->listen());
+    ASSERT_TRUE(pump({&b}, [&] { return b.count(Event::kAccepted) == 1; }));
+    const ssize_t got = recv(fd.get(), hello.data(), hello.size(), 0);
+    ASSERT_GT(got, 100);
+    hello.resize(static_cast<std::size_t>(got));
+  }
+  const std::size_t name_end = kUcxFrameBytes + std::string_view("worker-0").size();
+  const auto send = [&](const std::vector<std::byte>& bytes) {
+    const std::size_t before = a.count(Event::kClosed);
+    UniqueFd fd = connected_socket(address);
+    send_junk(fd.get(), bytes);
+    fd.reset();
+    ASSERT_TRUE(pump({&a}, [&] { return a.count(Event::kClosed) == before + 1; }));
+  };
+  for (std::size_t size = 0; size < hello.size(); ++size) {
+    send({hello.begin(), hello.begin() + static_cast<std::ptrdiff_t>(size)});
+  }
+  // The lengths of the transports, of the list of addresses, and of the first address.
+  std::uint32_t transports = 0;
+  std::memcpy(&transports, hello.data() + name_end, sizeof transports);
+  const std::size_t list = name_end + sizeof transports + transports;
+  for (const std::size_t at : {name_end, list, list + sizeof(std::uint32_t)}) {
+    for (const std::uint32_t length : {0u, 3u, 17u, 255u, 4096u, 0x7FFFFFFFu, 0xFFFFFFFFu}) {
+      std::vector<std::byte> wrong = hello;
+      std::memcpy(wrong.data() + at, &length, sizeof length);
+      send(wrong);
+    }
+  }
+  introduce(b, address);
+  const std::size_t before = a.count(Event::kMessage);
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == before + 1; }));
 }
 
 }  // namespace
