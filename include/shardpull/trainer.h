@@ -96,9 +96,12 @@ class Trainer {
   // Most bytes of anonymous and own shared memory the engine itself holds (rings, export buffers).
   std::uint64_t engine_bytes() const;
 
-  // Sender: tells every process that the fleet ends. Everybody: wakes waiters, joins threads, frees.
-  // Idempotent.
+  // Sender: tells every process that the fleet ends: in good order, or, when the last sync failed, with its
+  // error. Everybody: wakes waiters, joins threads, frees. Idempotent.
   void shutdown(const std::string& reason = "the trainer has finished");
+  // The same for a program that has failed (OK: it has not): Worker::serve, and what other ranks wait in,
+  // return an error that says `why`.
+  void shutdown(const Status& why);
 
  private:
   struct Impl;

@@ -79,16 +79,21 @@ class TrainerRun {
                                 .resident_groups = arguments_.fleet.lookahead + 1},
                                *trainer, [this](std::uint64_t bytes) { show_progress(bytes); }));
     SHARDPULL_RETURN_IF_ERROR(trainer->init(*source));
-    for (std::uint32_t sync = 1; sync <= arguments_.versions.syncs; ++sync) {
-      SHARDPULL_RETURN_IF_ERROR(run_sync(sync, *source).with_context(fmt::format("sync {}", sync)));
-    }
-    SHARDPULL_RETURN_IF_ERROR(part());
-    if (sender() && !launcher_.attached()) std::fprintf(stdout, "%s\n", verdict_line(report_).c_str());
-    trainer->shutdown();
-    return {};
+    const Status done = run_syncs(*source);
+    trainer->shutdown(done);
+    return done;
   }
 
  private:
+  Status run_syncs(CheckpointSource& source) {
+    for (std::uint32_t sync = 1; sync <= arguments_.versions.syncs; ++sync) {
+      SHARDPULL_RETURN_IF_ERROR(run_sync(sync, source).with_context(fmt::format("sync {}", sync)));
+    }
+    SHARDPULL_RETURN_IF_ERROR(part());
+    if (sender() && !launcher_.attached()) std::fprintf(stdout, "%s\n", verdict_line(report_).c_str());
+    return {};
+  }
+
   bool sender() const { return arguments_.rank == 0; }
 
   void show_progress(std::uint64_t bytes) {

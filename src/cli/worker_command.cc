@@ -55,7 +55,7 @@ class WorkerRun {
                                                 .recording = recording_},
                                                *model));
     worker_ = worker.get();
-    SHARDPULL_RETURN_IF_ERROR(
+    const Status served =
         worker->serve([this](std::uint64_t version, const Status& status, const WorkerReport& report) {
           const Status done = on_sync(version, status, report);
           if (done.ok()) return;
@@ -65,8 +65,9 @@ class WorkerRun {
             failure_ = done.with_context(fmt::format("sync {}", syncs_));
             launcher_.send_error(failure_);
           }
-        }));
-    SHARDPULL_RETURN_IF_ERROR(failure_);
+        });
+    SHARDPULL_RETURN_IF_ERROR(failure_);  // the cause; that the fleet then ended is what followed
+    SHARDPULL_RETURN_IF_ERROR(served);
     if (!arguments_.dump.empty()) {
       SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t version, worker->version());
       SHARDPULL_RETURN_IF_ERROR(dump(*model, arguments_.dump, arguments_.id, version));

@@ -122,9 +122,10 @@ struct SyncFailed {
   std::uint64_t sync_id = 0;
   Status status;
 };
-// sender -> everybody: the fleet ends in good order.
+// sender -> everybody: the fleet ends in good order, or because of an error.
 struct Shutdown {
   std::string reason;
+  Status status;
 };
 // worker -> sender or back: free for the program on top (the CLI's verify results and barriers). At most 1
 // MiB.

@@ -99,6 +99,13 @@ Result<Member> member_from_string(const std::string& text) {
   return member;
 }
 
+Status end_of(const Shutdown& message) {
+  if (message.status.ok()) return {};
+  const std::string sender = to_string(kSender);
+  return Status(message.status.code(), fmt::format("{} ended the fleet: {}", sender, message.status.message()),
+                {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = sender});
+}
+
 std::int64_t tick_ns(const FleetOptions& options) {
   const std::int64_t stall_ns = static_cast<std::int64_t>(options.stall_timeout_ms) * kNanosPerMilli;
   return std::clamp(std::min(5 * kNanosPerSecond, stall_ns / 10), kNanosPerMilli, 250 * kNanosPerMilli);

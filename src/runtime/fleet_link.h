@@ -25,6 +25,9 @@ ControlOptions control_options(const FleetOptions& options, const Member& self, 
 // "worker 3" or "trainer 1".
 Result<Member> member_from_string(const std::string& text);
 
+// What a process ends with that the sender has told so: OK, or the error of another process's failure.
+Status end_of(const Shutdown& message);
+
 // How often machines are ticked: often enough for the stall watchdog's period, min(5 s, a tenth of its
 // limit).
 std::int64_t tick_ns(const FleetOptions& options);

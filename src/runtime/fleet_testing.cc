@@ -436,7 +436,7 @@ class Fleet {
     }
     out_.peak_groups[rank] = source.peak_groups;
     out_.engine_bytes[rank] = (*trainer)->engine_bytes();
-    (*trainer)->shutdown();
+    (*trainer)->shutdown(spec_.end);
   }
 
   void work(std::uint32_t id) {

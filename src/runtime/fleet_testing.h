@@ -152,6 +152,7 @@ struct FleetSpec {
   std::function<Status(std::uint32_t rank, std::uint64_t version, GroupTensors&)> tamper = nullptr;
   std::function<Status(std::uint32_t worker, Model&)> bind = nullptr;  // gives parameters memory of its own
   std::function<std::vector<std::string>(std::uint32_t rank, const Step&)> names = nullptr;
+  Status end = {};  // what all ranks shut down with, at the end
 };
 
 struct FleetOutcome {

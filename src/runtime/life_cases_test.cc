@@ -61,5 +61,36 @@ TEST(LifeCases, case_052_a_draft_beside_its_target) {
   }
 }
 
+// Goal: a fleet that ends because its last sync failed tells everybody what failed, not only that the sender
+// has gone.
+TEST(LifeCases, a_failed_fleet_says_why_to_all) {
+  FleetSpec spec = fleet_of({{"layers.0.up.weight", DType::kBF16, {8, 8}}});
+  spec.steps = {{1}, {2, {}, true}};
+  spec.tamper = [](std::uint32_t rank, std::uint64_t version, GroupTensors&) -> Status {
+    if (rank != 1 || version != 2) return {};
+    return Status(StatusCode::kInternal, "the gather of version 2 broke");
+  };
+  const auto outcome = fleet_testing::run_fleet(spec);
+  ASSERT_EQ(outcome.serves.size(), 2u);
+  for (const Status& served : outcome.serves) {
+    EXPECT_NE(served.message().find("trainer 0 ended the fleet: "), std::string::npos) << served.to_string();
+    EXPECT_NE(served.message().find("the gather of version 2 broke"), std::string::npos) << served.to_string();
+    EXPECT_EQ(served.info().reason, Reason::kPeerLost);
+  }
+}
+
+// Goal: the same after good syncs, when the program on top of the sender fails.
+TEST(LifeCases, a_failed_program_says_why_to_all) {
+  FleetSpec spec = fleet_of({{"layers.0.up.weight", DType::kBF16, {8, 8}}});
+  spec.steps = {{1}};
+  spec.end = Status(StatusCode::kDataLoss, "worker 1 holds other bytes");
+  const auto outcome = fleet_testing::run_fleet(spec);
+  ASSERT_EQ(outcome.serves.size(), 2u);
+  for (const Status& served : outcome.serves) {
+    EXPECT_EQ(served.message(), "trainer 0 ended the fleet: worker 1 holds other bytes");
+    EXPECT_EQ(served.code(), StatusCode::kDataLoss);
+  }
+}
+
 }  // namespace
 }  // namespace shardpull

@@ -130,7 +130,7 @@ struct Trainer::Impl final : TransportSink {
   std::vector<std::shared_ptr<ExportedMemory>> owned_memory();
   Status expect_end(GroupStream& stream);
   void release(GroupStream* stream, std::uint32_t group);
-  void stop(const std::string& reason);
+  void stop(const std::string& reason, const Status& why);
   // Waits on `wake` until `ready` (called with `mutex` held), the fleet's end, or `timeout_ms`; the error
   // names `what`.
   Status wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms,
@@ -209,7 +209,8 @@ struct Trainer::Impl final : TransportSink {
   // The caller's thread.
   GroupPlacer placer{rank, clock};
   std::vector<std::weak_ptr<ExportedMemory>> allocations SHARDPULL_GUARDED_BY(mutex);
-  bool initialised = false, stopped = false, healthy = false;
+  Status last_sync;
+  bool initialised = false, stopped = false;
 };
 
 // ---- starting
@@ -620,7 +621,7 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
     wake.notify_all();
   } else if (auto* message = std::get_if<Shutdown>(&body); message && from == kSender) {
     log_info("the fleet ends: {}", message->reason);
-    end(Status());
+    end(end_of(*message));
   } else if (!sender) {
     log_debug("{} from {} is not for trainer {}: dropped", name_of(body), to_string(from), options.rank);
   } else if (auto* message = std::get_if<TrainerJoin>(&body); message && from_trainer) {
@@ -1004,15 +1005,15 @@ Status Trainer::Impl::expect_end(GroupStream& stream) {
   return {};
 }
 
-void Trainer::Impl::stop(const std::string& reason) {
+void Trainer::Impl::stop(const std::string& reason, const Status& why) {
   if (stopped) return;
   stopped = true;
-  // A fleet that has failed is not ended in good order: its members see the hub go and say so.
-  if (progress && sender && control && healthy) {
-    for (std::uint32_t rank = 1; rank < options.world_size; ++rank)
-      send({Role::kTrainer, rank}, Shutdown{reason});
+  // Nobody waits for a fleet that never was: its members know why its init failed, and see the hub go.
+  if (progress && sender && control && initialised) {
+    const Shutdown message{reason, why.ok() ? last_sync : why};
+    for (std::uint32_t rank = 1; rank < options.world_size; ++rank) send({Role::kTrainer, rank}, message);
     for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker)
-      send({Role::kWorker, worker}, Shutdown{reason});
+      send({Role::kWorker, worker}, message);
   }
   if (progress) progress->run([this] { server->shutdown(); });
   if (server) server->stop();
@@ -1054,7 +1055,7 @@ Status Trainer::init(WeightSource& source) {
   }
   SHARDPULL_RETURN_IF_ERROR(impl_->join(source));
   if (impl_->sender) SHARDPULL_RETURN_IF_ERROR(impl_->wait_for_workers());
-  impl_->initialised = impl_->healthy = true;
+  impl_->initialised = true;
   return {};
 }
 
@@ -1069,7 +1070,7 @@ Result<std::vector<std::byte>> Trainer::worker_init_payload() const {
 
 Result<SyncReport> Trainer::send_weights(std::uint64_t version, const SendOptions& send) {
   auto report = impl_->send_weights(version, send);
-  impl_->healthy = report.ok();
+  impl_->last_sync = report.status();
   return report;
 }
 
@@ -1095,7 +1096,12 @@ std::uint64_t Trainer::engine_bytes() const {
 }
 
 void Trainer::shutdown(const std::string& reason) {
-  impl_->stop(reason);
+  impl_->stop(reason, Status());
+}
+
+void Trainer::shutdown(const Status& why) {
+  if (why.ok()) return shutdown();
+  impl_->stop(why.message(), why);
 }
 
 }  // namespace shardpull

@@ -366,7 +366,7 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
     wake.notify_all();
   } else if (auto* message = std::get_if<Shutdown>(&body)) {
     log_info("the fleet ends: {}", message->reason);
-    end(Status());
+    end(end_of(*message));
   } else if (engine == nullptr) {
     log_debug("{} from {} before this worker was ready: dropped", name_of(body), to_string(from));
   } else if (auto* message = std::get_if<StartUpdate>(&body)) {

@@ -140,7 +140,11 @@ struct Writer {
     w.set_sync_id(m.sync_id);
     status(w.mutable_status(), m.status);
   }
-  void operator()(const Shutdown& m) const { out.mutable_shutdown()->set_reason(m.reason); }
+  void operator()(const Shutdown& m) const {
+    v1::Shutdown& w = *out.mutable_shutdown();
+    w.set_reason(m.reason);
+    status(w.mutable_status(), m.status);
+  }
   void operator()(const UserMessage& m) const {
     v1::UserMessage& w = *out.mutable_user_message();
     w.set_topic(m.topic);
@@ -312,8 +316,10 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
       const v1::SyncFailed& w = routed.sync_failed();
       return ControlBody(SyncFailed{.sync_id = w.sync_id(), .status = from_wire(w.status())});
     }
-    case R::kShutdown:
-      return ControlBody(Shutdown{.reason = routed.shutdown().reason()});
+    case R::kShutdown: {
+      const v1::Shutdown& w = routed.shutdown();
+      return ControlBody(Shutdown{.reason = w.reason(), .status = from_wire(w.status())});
+    }
     case R::kUserMessage:
       return ControlBody(UserMessage{.topic = std::move(*routed.mutable_user_message()->mutable_topic()),
                                      .body = std::move(*routed.mutable_user_message()->mutable_body())});

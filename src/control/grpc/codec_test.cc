@@ -69,7 +69,7 @@ std::vector<ControlBody> samples() {
                 .packed_bytes = 25},
       SyncClosed{.sync_id = 24, .status = some_error()},
       SyncFailed{.sync_id = 25, .status = some_error()},
-      Shutdown{.reason = "done"},
+      Shutdown{.reason = "done", .status = some_error()},
       UserMessage{.topic = "verify", .body = std::string("\0\xff", 2)},
       SyncBegan{.sync_id = 26},
   };
