@@ -1,4 +1,4 @@
-# bench/*.cc: one Google Benchmark program each, and a smoke run of each, and of bench/sync_bench.py, as a ctest test.
+# bench/*.cc: one Google Benchmark program each, and a smoke run of each, and of bench/*_bench.py, as a ctest test.
 find_package(benchmark CONFIG REQUIRED)
 file(GLOB shardpull_bench_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/bench/*.cc")
 shardpull_all_rooms(shardpull_bench_rooms)
@@ -18,4 +18,9 @@ if(TARGET shardpull_command)
   shardpull_add_test(
     sync_bench COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/bench/sync_bench.py $<TARGET_FILE:shardpull_command>
                        --quick LABELS bench)
+  if(shardpull_with_ucx)
+    shardpull_add_test(
+      wire_bench COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/bench/wire_bench.py
+                         $<TARGET_FILE:shardpull_command> $<TARGET_FILE:wire_pump_bench> --quick LABELS bench)
+  endif()
 endif()
