@@ -10,7 +10,8 @@ if(shardpull_protos)
   set(shardpull_with_protos ON)
   list(APPEND exported shardpull_grpc)
 endif()
-install(TARGETS ${exported} EXPORT shardpull_targets ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+install(TARGETS ${exported} EXPORT shardpull_targets ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+        LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/shardpull" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
         FILES_MATCHING PATTERN "*.h")
 install(EXPORT shardpull_targets NAMESPACE shardpull:: DESTINATION "${config_dir}")

@@ -9,6 +9,11 @@ function(shardpull_target_name room out)
   set(${out} "shardpull_${name}" PARENT_SCOPE)
 endfunction()
 
+# Only what SHARDPULL_API marks (include/shardpull/api.h) can be seen from outside a program or library.
+function(shardpull_hide_symbols target)
+  set_target_properties(${target} PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+endfunction()
+
 # shardpull_room(NAME [ROOMS room...] [LINK target...] [PRIVATE_LINK target...] [EXCLUDE file...] [RECURSE])
 function(shardpull_room room)
   cmake_parse_arguments(arg "RECURSE" "" "ROOMS;LINK;PRIVATE_LINK;EXCLUDE" ${ARGN})
@@ -40,6 +45,7 @@ function(shardpull_room room)
     add_library(${target} STATIC ${sources})
     target_include_directories(${target} PUBLIC "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}/src")
     target_link_libraries(${target} PUBLIC ${links} PRIVATE ${arg_PRIVATE_LINK} shardpull_settings)
+    shardpull_hide_symbols(${target})
   else()
     add_library(${target} INTERFACE)
     target_include_directories(${target} INTERFACE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}/src")
@@ -51,8 +57,9 @@ function(shardpull_room room)
   set(shardpull_rooms "${shardpull_rooms}" CACHE INTERNAL "")
 endfunction()
 
-# The archive libshardpull.a, target shardpull::shardpull: the objects of all rooms declared so far.
-function(shardpull_library)
+# shardpull_join_rooms(NAME [STATIC|SHARED]): one library of the objects of all rooms declared so far. Without a type
+# BUILD_SHARED_LIBS decides.
+function(shardpull_join_rooms name)
   set(objects "")
   foreach(room IN LISTS shardpull_rooms)
     get_target_property(type ${room} TYPE)
@@ -60,21 +67,31 @@ function(shardpull_library)
       list(APPEND objects $<TARGET_OBJECTS:${room}>)
     endif()
   endforeach()
-  if(NOT objects)
-    return()
-  endif()
   set(links fmt::fmt spdlog::spdlog Threads::Threads shardpull_xxhash)
   if(shardpull_protos)
     list(APPEND objects $<TARGET_OBJECTS:shardpull_proto>)
     list(APPEND links shardpull_grpc)
   endif()
-  add_library(shardpull STATIC ${objects})
+  add_library(${name} ${ARGN} ${objects})
+  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
+  target_compile_features(${name} PUBLIC cxx_std_20)
+  target_include_directories(${name} PUBLIC "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>"
+                                            "$<INSTALL_INTERFACE:include>")
+  target_link_libraries(${name} PRIVATE ${links})
+  get_target_property(type ${name} TYPE)
+  if(type STREQUAL "SHARED_LIBRARY")
+    # Templates of other libraries that our objects instantiate have no hidden visibility to inherit.
+    set(script "${PROJECT_SOURCE_DIR}/cmake/exports.map")
+    target_link_options(${name} PRIVATE "LINKER:--version-script=${script}" LINKER:--no-undefined)
+    set_target_properties(${name} PROPERTIES LINK_DEPENDS "${script}" VERSION ${PROJECT_VERSION}
+                          SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+  endif()
+endfunction()
+
+# libshardpull, target shardpull::shardpull.
+function(shardpull_library)
+  shardpull_join_rooms(shardpull)
   add_library(shardpull::shardpull ALIAS shardpull)
-  set_target_properties(shardpull PROPERTIES LINKER_LANGUAGE CXX)
-  target_compile_features(shardpull PUBLIC cxx_std_20)
-  target_include_directories(shardpull PUBLIC "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>"
-                                                      "$<INSTALL_INTERFACE:include>")
-  target_link_libraries(shardpull PRIVATE ${links})
 endfunction()
 
 # Everything that the tests which cross rooms link.
@@ -128,6 +145,7 @@ function(shardpull_add_test name)
     "SHARDPULL_TEST_BIN_DIR=${CMAKE_RUNTIME_OUTPUT_DIRECTORY}"
     "SHARDPULL_BIN=${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/shardpull"
     "SHARDPULL_CMAKE=${CMAKE_COMMAND}"
+    "SHARDPULL_CXX=${CMAKE_CXX_COMPILER}"
     "SHARDPULL_SANITIZE=${SHARDPULL_SANITIZE}"
     "SHARDPULL_TEST_RESULT=${PROJECT_BINARY_DIR}/test-results/${name}"
     "GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/test-results/${name}.xml"

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "shardpull/api.h"
 #include "shardpull/model.h"
 #include "shardpull/slice.h"
 #include "shardpull/source.h"
@@ -107,11 +108,11 @@ struct Recording {
 // parameter that no source feeds, and, when strict, a live name whose module did not bake: an unattributed
 // copy went into it, its windows do not cover it, or two of them overlap in a way that cannot be cut to keep
 // the loader's last word.
-Result<Recording> bake(Model& model, const std::vector<TensorMeta>& metadata,
-                       const BakeOptions& options = {});
+SHARDPULL_API Result<Recording> bake(Model& model, const std::vector<TensorMeta>& metadata,
+                                     const BakeOptions& options = {});
 
 // Loads `weights` (real tensors, the source's order) eagerly through the same loaders: padding and fills
 // first, then copies.
-Status load_eagerly(Model& model, const std::vector<NamedTensor>& weights);
+SHARDPULL_API Status load_eagerly(Model& model, const std::vector<NamedTensor>& weights);
 
 }  // namespace shardpull

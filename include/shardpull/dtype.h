@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "shardpull/api.h"
 #include "shardpull/status.h"
 
 namespace shardpull {
@@ -31,18 +32,18 @@ enum class DType : std::uint8_t {
 };
 
 // Bits per logical element: 4 for F4, 64 for C64.
-int dtype_bits(DType dtype);
+SHARDPULL_API int dtype_bits(DType dtype);
 
 // The safetensors name: "BF16", "F8_E4M3", ... Total over the enum.
-std::string_view dtype_name(DType dtype);
+SHARDPULL_API std::string_view dtype_name(DType dtype);
 
 // The inverse of dtype_name, exact and case-sensitive. An unknown name is refused, naming it and the known ones.
-Result<DType> dtype_from_name(std::string_view name);
+SHARDPULL_API Result<DType> dtype_from_name(std::string_view name);
 
 // PyTorch's spelling ("bfloat16", "float8_e4m3fn"), as config.json's torch_dtype/dtype uses it, with or without "torch.".
-Result<DType> dtype_from_torch_name(std::string_view name);
+SHARDPULL_API Result<DType> dtype_from_torch_name(std::string_view name);
 
 // True for the number of a known dtype (used by decoders before casting).
-bool dtype_valid(std::uint8_t number);
+SHARDPULL_API bool dtype_valid(std::uint8_t number);
 
 }  // namespace shardpull

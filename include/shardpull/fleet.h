@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "shardpull/api.h"
 #include "shardpull/status.h"
 
 namespace shardpull {
@@ -18,7 +19,7 @@ enum class TransportKind : std::uint8_t {
   kTcp,   // between hosts: UCX over TCP
   kUcx,   // between hosts: UCX over the fastest network it finds
 };
-std::string_view to_string(TransportKind transport);  // "auto", "shm", "cma", "tcp", "ucx"
+SHARDPULL_API std::string_view to_string(TransportKind transport);  // "auto", "shm", "cma", "tcp", "ucx"
 
 // Which weight bytes are summed (XXH3-64 of each key, where it leaves the trainer's tensors) and compared before
 // they are used; the same for all processes of a fleet.
@@ -27,7 +28,7 @@ enum class Integrity : std::uint8_t {
   kWire,  // what crosses a transport other than shared memory
   kFull,  // everything; and that no source writes what it has yielded
 };
-std::string_view to_string(Integrity integrity);  // "off", "wire", "full"
+SHARDPULL_API std::string_view to_string(Integrity integrity);  // "off", "wire", "full"
 
 // How a process joins its fleet. All processes of a fleet give the same rendezvous or directory, and token.
 struct FleetOptions {
@@ -58,7 +59,7 @@ struct FleetOptions {
 };
 
 // Reads 16 hexadecimal digits from the environment variable SHARDPULL_TOKEN.
-Result<std::uint64_t> token_from_environment();
+SHARDPULL_API Result<std::uint64_t> token_from_environment();
 
 // One worker's part of a finished sync.
 struct WorkerReport {

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "shardpull/api.h"
 #include "shardpull/dtype.h"
 #include "shardpull/slice.h"
 #include "shardpull/source.h"
@@ -33,7 +34,7 @@ class Module;
 // A strided window into one parameter (offset, shape, stride in elements of `dtype`, from the parameter's
 // first element): what loaders write into. Views are made by the same op names as on Tensor, with the same
 // errors. A value; borrows the Parameter.
-class ParameterView {
+class SHARDPULL_API ParameterView {
  public:
   // The parameter that owns the storage: of an alias, the aliased one.
   Parameter& parameter() const { return *parameter_; }
@@ -95,7 +96,7 @@ using Loader = std::function<Status(Parameter&, const Tensor& loaded, const std:
 // (module-owned kernel storage by index; staged apply may aim it at a shadow). On the post-process thread.
 using PostProcess = std::function<Status(Module&, const std::vector<std::byte*>& outputs)>;
 
-class Parameter {
+class SHARDPULL_API Parameter {
  public:
   Parameter(const Parameter&) = delete;
   Parameter& operator=(const Parameter&) = delete;
@@ -154,7 +155,7 @@ class Parameter {
   std::vector<std::byte> initial_;  // what materialise writes; empty: the fill
 };
 
-class Module {
+class SHARDPULL_API Module {
  public:
   const std::string& name() const { return name_; }  // dotted, "" for the root
   const std::string& type() const { return type_; }  // "QKVParallelLinear"
@@ -208,7 +209,7 @@ struct NamedTensor {
   Tensor tensor;
 };
 
-class Model {
+class SHARDPULL_API Model {
  public:
   Model();
   virtual ~Model();

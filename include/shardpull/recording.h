@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "shardpull/api.h"
 #include "shardpull/bake.h"
 #include "shardpull/model.h"
 #include "shardpull/source.h"
@@ -32,8 +33,9 @@ struct RecordingHeader {
 // Refused: names that did not bake (only the model's own loaders can load them), and what read_recording
 // would refuse, such as first bytes of a buffer above the limit. INTERNAL when the recording does not fit the
 // metadata.
-Result<std::string> write_recording(const Recording& recording, const std::vector<TensorMeta>& metadata,
-                                    const RecordingHeader& header);
+SHARDPULL_API Result<std::string> write_recording(const Recording& recording,
+                                                  const std::vector<TensorMeta>& metadata,
+                                                  const RecordingHeader& header);
 
 struct RecordingFile {
   RecordingHeader header;
@@ -46,14 +48,16 @@ struct RecordingFile {
 // other spelling, what is above the limits of docs/FORMATS.md, slices that are not those of their op chains,
 // windows outside their parameters, overlaps, copies that do not cover a baked module, parameters that no
 // model can have.
-Result<RecordingFile> read_recording(std::string_view text, const std::vector<TensorMeta>& metadata,
-                                     std::string_view origin);
+SHARDPULL_API Result<RecordingFile> read_recording(std::string_view text,
+                                                   const std::vector<TensorMeta>& metadata,
+                                                   std::string_view origin);
 
 // A model with the recording's modules, parameters, buffers and aliases, not materialised. Its load_weights
 // replays the op chains, not the slices, on the tensors it is given, which must be those of `metadata`; what
 // takes no source is declared padding. A post-process hook is code: a module that had one gets one that does
 // nothing, until set_post_process gives it another. `recording` (of bake or read_recording) and `metadata`
 // are copied.
-Result<std::unique_ptr<Model>> model_of(const Recording& recording, const std::vector<TensorMeta>& metadata);
+SHARDPULL_API Result<std::unique_ptr<Model>> model_of(const Recording& recording,
+                                                      const std::vector<TensorMeta>& metadata);
 
 }  // namespace shardpull

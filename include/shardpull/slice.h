@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "shardpull/api.h"
 #include "shardpull/dtype.h"
 #include "shardpull/status.h"
 
@@ -30,14 +31,14 @@ struct Dim {
 };
 
 // One strided box. A region with no dims is one element at `offset`. Outermost dim first.
-struct Region {
+struct SHARDPULL_API Region {
   std::int64_t offset = 0;  // in elements, >= 0
   std::vector<Dim> dims;    // at most kMaxDims
   std::int64_t numel() const;
   friend bool operator==(const Region&, const Region&) = default;
 };
 
-struct Slice {
+struct SHARDPULL_API Slice {
   std::vector<Region> regions;  // at most kMaxRegions; none = no elements
   std::int64_t numel() const;
   // The whole of a contiguous tensor of `numel` elements: one region of one dim (or empty).
@@ -47,9 +48,9 @@ struct Slice {
 
 // Bytes of `numel` elements of `dtype`. Fails when numel is negative, the product overflows, or a sub-byte count does not
 // end on a byte.
-Result<std::uint64_t> bytes_of(DType dtype, std::int64_t numel);
+SHARDPULL_API Result<std::uint64_t> bytes_of(DType dtype, std::int64_t numel);
 
 // "[off 32768: 512x64 stride 64,1]" for people and error messages.
-std::string to_string(const Slice& slice);
+SHARDPULL_API std::string to_string(const Slice& slice);
 
 }  // namespace shardpull

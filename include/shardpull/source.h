@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "shardpull/api.h"
 #include "shardpull/dtype.h"
 #include "shardpull/status.h"
 
@@ -65,7 +66,7 @@ struct GroupTensors {
 
 // One pass over a rank's owned groups. Destroying it is the source's closing code: it runs after the last
 // group and on every error path.
-class GroupStream {
+class SHARDPULL_API GroupStream {
  public:
   virtual ~GroupStream() = default;
   // The next owned group in group order, or nothing at the end. Called only once credit for one more group is
@@ -88,7 +89,7 @@ struct SyncRequest {
 
 // Trainer-side source of weights. One per rank. Called from the thread that calls Trainer::send_weights,
 // never from two threads at once.
-class WeightSource {
+class SHARDPULL_API WeightSource {
  public:
   virtual ~WeightSource() = default;
   // The WHOLE model in gather order, the same on every rank. Called once, at init.

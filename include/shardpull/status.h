@@ -17,6 +17,8 @@
 #include <utility>
 #include <variant>
 
+#include "shardpull/api.h"
+
 namespace shardpull {
 
 // gRPC's canonical codes, same numbers.
@@ -41,7 +43,7 @@ enum class StatusCode : int {
 };
 
 // The canonical spelling, "INVALID_ARGUMENT" and so on. Total: an unknown number gives "UNKNOWN".
-std::string_view to_string(StatusCode code);
+SHARDPULL_API std::string_view to_string(StatusCode code);
 
 // What went wrong, as a closed list a program can switch on.
 enum class Reason : std::uint16_t {
@@ -66,7 +68,7 @@ enum class Reason : std::uint16_t {
   kHost,                // the operating system refused something
   kCorrupt,             // bytes that arrived are not the bytes that were sent
 };
-std::string_view to_string(Reason reason);
+SHARDPULL_API std::string_view to_string(Reason reason);
 
 // Whose fault an error is.
 enum class Fault : std::uint8_t { kUser, kPeer, kHost, kLibrary };
@@ -81,10 +83,10 @@ struct ErrorInfo {
 };
 
 // `text` with control characters but the line feed written as \xNN: names come from files and peers, messages go to terminals.
-std::string printable(std::string_view text);
+SHARDPULL_API std::string printable(std::string_view text);
 
 // A code, a message (made printable) and an ErrorInfo. Immutable; cheap to copy (OK allocates nothing).
-class [[nodiscard]] Status {
+class [[nodiscard]] SHARDPULL_API Status {
  public:
   Status() noexcept = default;  // OK
   Status(StatusCode code, std::string message, ErrorInfo info = {});
@@ -107,7 +109,7 @@ class [[nodiscard]] Status {
   }
 
  private:
-  struct Rep;
+  struct SHARDPULL_HIDDEN Rep;
   std::shared_ptr<const Rep> rep_;
 };
 

@@ -18,6 +18,7 @@
 #include <variant>
 #include <vector>
 
+#include "shardpull/api.h"
 #include "shardpull/dtype.h"
 #include "shardpull/slice.h"
 #include "shardpull/status.h"
@@ -40,12 +41,12 @@ struct Op {
   friend bool operator==(const Op&, const Op&) = default;
 };
 using OpChain = std::vector<Op>;
-std::string to_string(const OpChain& chain);  // ".narrow(0, 512, 512).transpose(0, 1)"
+SHARDPULL_API std::string to_string(const OpChain& chain);  // ".narrow(0, 512, 512).transpose(0, 1)"
 
 class Parameter;  // shardpull/model.h
 class Recorder;   // src/model/bake: receives the copies of fakes
 
-class Tensor {
+class SHARDPULL_API Tensor {
  public:
   // A fake of a checkpoint tensor. Contiguous strides. `recorder` may be null (the chain is still tracked).
   static Result<Tensor> fake(std::string name, DType dtype, std::vector<std::int64_t> shape,
@@ -104,7 +105,7 @@ class Tensor {
   const std::shared_ptr<Recorder>& recorder() const;
 
  private:
-  struct Impl;
+  struct SHARDPULL_HIDDEN Impl;
   explicit Tensor(std::shared_ptr<const Impl> impl);
   std::shared_ptr<const Impl> impl_;
 };

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "shardpull/api.h"
 #include "shardpull/fleet.h"
 #include "shardpull/memory.h"
 #include "shardpull/source.h"
@@ -59,7 +60,7 @@ struct SendOptions {
 
 // Thread-compatible; send_weights blocks the calling thread, everything else runs on the engine's own
 // threads.
-class Trainer {
+class SHARDPULL_API Trainer {
  public:
   // Starts the transport. On the sender also the hub. Refused: bad options (each named with its value and
   // range).
@@ -104,7 +105,7 @@ class Trainer {
   void shutdown(const Status& why);
 
  private:
-  struct Impl;
+  struct SHARDPULL_HIDDEN Impl;
   explicit Trainer(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };

@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 
+#include "shardpull/api.h"
 #include "shardpull/bake.h"
 #include "shardpull/fleet.h"
 #include "shardpull/memory.h"
@@ -46,7 +47,7 @@ struct WorkerOptions {
 };
 
 // Thread-compatible.
-class Worker {
+class SHARDPULL_API Worker {
  public:
   // Memory for parameters that last (Parameter::bind): what lands in it meets no page fault. Thread-safe.
   // RESOURCE_EXHAUSTED names `what`, the size and what is available.
@@ -89,7 +90,7 @@ class Worker {
   void shutdown();  // idempotent
 
  private:
-  struct Impl;
+  struct SHARDPULL_HIDDEN Impl;
   explicit Worker(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };

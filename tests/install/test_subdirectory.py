@@ -8,7 +8,7 @@ import pathlib
 import tempfile
 import unittest
 
-from test_install import CMAKE, CONSUMER, ROOT, run
+from test_install import CMAKE, CONSUMER, CONSUMER_SAYS, ROOT, run
 
 
 class Subdirectory(unittest.TestCase):
@@ -17,7 +17,7 @@ class Subdirectory(unittest.TestCase):
             build = pathlib.Path(folder) / "build"
             run(CMAKE, "-G", "Ninja", "-S", str(CONSUMER), "-B", str(build), f"-DSHARDPULL_SUBDIRECTORY={ROOT}")
             run(CMAKE, "--build", str(build))
-            self.assertEqual(run(str(build / "consumer")), "BF16 has 16 bits\n")
+            self.assertEqual(run(str(build / "consumer")), CONSUMER_SAYS)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class Names(unittest.TestCase):
                 if not match:
                     continue
                 parts = match.group().split("::")
-                if not re.search(rf"\b(?:class|struct|enum class|using) {parts[0]}\b", self.source):
+                if not re.search(rf"\b(?:class|struct|enum class|using) (?:SHARDPULL_API )?{parts[0]}\b", self.source):
                     wrong.append(f"{path.relative_to(ROOT)}: {code}: no class {parts[0]}")
                 wrong += [f"{path.relative_to(ROOT)}: {code}: no {part}" for part in parts[1:] if part not in self.words]
                 # perform(Action): one of a machine's actions or messages.
