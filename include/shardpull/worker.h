@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "shardpull/api.h"
 #include "shardpull/bake.h"
@@ -31,6 +32,7 @@ enum class PathChoice : std::uint8_t {
   kMapped,  // the worker copies out of the trainer's memory
   kDirect,  // what is contiguous on both sides is read straight into the parameter, the rest is packed
 };
+SHARDPULL_API std::string_view to_string(PathChoice path);  // "auto", "packed", "mapped", "direct"
 
 struct WorkerOptions {
   FleetOptions fleet;

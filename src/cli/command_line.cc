@@ -150,13 +150,6 @@ constexpr std::array<std::pair<const char*, TransportKind>, 5> kTransports = {{{
                                                                                {"tcp", TransportKind::kTcp},
                                                                                {"ucx", TransportKind::kUcx}}};
 
-std::string_view word_of(PathChoice path) {
-  for (const auto& [word, value] : kPaths) {
-    if (value == path) return word;
-  }
-  return "auto";
-}
-
 constexpr std::array<std::pair<const char*, Integrity>, 3> kIntegrity = {
     {{"off", Integrity::kOff}, {"wire", Integrity::kWire}, {"full", Integrity::kFull}}};
 constexpr std::array<std::pair<const char*, PublishMode>, 3> kPublish = {
@@ -500,7 +493,7 @@ std::vector<std::string> to_flags(const FleetArguments& fleet) {
                                     "--pull-split",
                                     fmt::format("{}", fleet.pull_split),
                                     "--path",
-                                    std::string(word_of(fleet.path)),
+                                    std::string(to_string(fleet.path)),
                                     "--transport",
                                     std::string(to_string(fleet.transport)),
                                     "--ucx-workers",

@@ -38,20 +38,6 @@
 namespace shardpull::cli {
 namespace {
 
-std::string_view name_of(PathChoice path) {
-  switch (path) {
-    case PathChoice::kAuto:
-      return "auto";
-    case PathChoice::kPacked:
-      return "packed";
-    case PathChoice::kMapped:
-      return "mapped";
-    case PathChoice::kDirect:
-      return "direct";
-  }
-  return "auto";
-}
-
 std::vector<std::vector<std::uint64_t>> key_bytes(const FleetPlan& fleet) {
   std::vector<std::vector<std::uint64_t>> out;
   for (std::uint32_t worker = 0; worker < fleet.workers(); ++worker) {
@@ -365,7 +351,7 @@ int run_sync(const SyncArguments& arguments) {
                                        : arguments.model.directory;
   report.trainer = to_string(arguments.fleet.trainer);
   report.inference = to_string(arguments.fleet.inference);
-  report.path = name_of(arguments.fleet.path);
+  report.path = to_string(arguments.fleet.path);
   report.transport = to_string(arguments.fleet.transport);
   report.integrity = to_string(arguments.fleet.integrity);
   report.names = arguments.fleet.names;

@@ -49,6 +49,20 @@ TransportKind transport_of(const FleetOptions& options) {
   return options.rendezvous.empty() ? TransportKind::kShm : TransportKind::kTcp;
 }
 
+std::string_view to_string(PathChoice path) {
+  switch (path) {
+    case PathChoice::kAuto:
+      return "auto";
+    case PathChoice::kPacked:
+      return "packed";
+    case PathChoice::kMapped:
+      return "mapped";
+    case PathChoice::kDirect:
+      return "direct";
+  }
+  return "unknown";
+}
+
 PathPolicy policy_of(PathChoice path) {
   switch (path) {
     case PathChoice::kAuto:

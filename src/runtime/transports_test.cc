@@ -20,22 +20,8 @@ struct Way {
   PathChoice path;
 };
 
-std::string text_of(PathChoice path) {
-  switch (path) {
-    case PathChoice::kAuto:
-      return "auto";
-    case PathChoice::kPacked:
-      return "packed";
-    case PathChoice::kMapped:
-      return "mapped";
-    case PathChoice::kDirect:
-      return "direct";
-  }
-  return "?";
-}
-
 void PrintTo(const Way& way, std::ostream* out) {
-  *out << to_string(way.transport) << ' ' << text_of(way.path);
+  *out << to_string(way.transport) << ' ' << to_string(way.path);
 }
 
 class Transports : public ::testing::TestWithParam<Way> {
@@ -209,7 +195,7 @@ std::vector<Way> ways() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Each, Transports, ::testing::ValuesIn(ways()), [](const auto& info) {
-  return std::string(to_string(info.param.transport)) + "_" + text_of(info.param.path);
+  return std::string(to_string(info.param.transport)) + "_" + std::string(to_string(info.param.path));
 });
 
 // Elements of different sizes one after another, and chunks so small that tensors are split across them.
