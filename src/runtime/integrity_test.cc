@@ -187,7 +187,7 @@ class Damaging final : public Transport {
   };
   struct Read {
     Window last;
-    std::vector<std::pair<std::byte*, std::vector<std::byte>>> before;  // where it brings nothing
+    std::vector<std::pair<std::byte*, std::vector<std::byte>>> before = {};  // where it brings nothing
   };
   static void keep(const std::vector<ReadPart>& parts, Read& read) {
     for (const ReadPart& part : parts)
