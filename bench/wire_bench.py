@@ -22,11 +22,14 @@ import sys
 import tempfile
 import time
 
-# Name, path, inference layout, workers, streams to each.
+# Name, path, inference layout, workers, streams to each, sums. The sockets sum nothing.
 CASES = [
-    ("direct, contiguous, 1 stream", "direct", "tp=1", 1, 1),
-    ("direct, contiguous, 2 streams", "direct", "tp=1", 1, 2),
-    ("packed, strided, 2 workers", "packed", "tp=2", 2, 1),
+    ("direct, 1 stream, no sums", "direct", "tp=1", 1, 1, "off"),
+    ("direct, 1 stream", "direct", "tp=1", 1, 1, "wire"),
+    ("direct, 2 streams, no sums", "direct", "tp=1", 1, 2, "off"),
+    ("direct, 2 streams", "direct", "tp=1", 1, 2, "wire"),
+    ("packed, strided, 2 workers, no sums", "packed", "tp=2", 2, 1, "off"),
+    ("packed, strided, 2 workers", "packed", "tp=2", 2, 1, "wire"),
 ]
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1}
 LINE = re.compile(r"sync (\d+): version \d+, ([\d.]+) (\w+) in ([\d.]+) (\w+)")
@@ -100,7 +103,7 @@ class Pump:
 
 def measure(wire, pump, shardpull, model, case, syncs, pump_bytes):
     """Wall times and limits in seconds, one of each per sync after the first."""
-    _, path, layout, workers, streams = case
+    _, path, layout, workers, streams, integrity = case
     token = secrets.token_hex(7) + "01"
     environment = dict(os.environ, SHARDPULL_TOKEN=token)
     with subprocess.Popen([*wire.trainer, sys.executable, "-c",
@@ -108,7 +111,7 @@ def measure(wire, pump, shardpull, model, case, syncs, pump_bytes):
                            wire.address], stdout=subprocess.PIPE, text=True) as probe:
         port = probe.stdout.read().strip()
     common = ["--model", model, "--rendezvous", f"{wire.address}:{port}", "--insecure-listen", "--transport", "tcp",
-              "--path", path, "--inference", layout, "--ucx-workers", str(streams)]
+              "--path", path, "--inference", layout, "--ucx-workers", str(streams), "--integrity", integrity]
     # Lines of a terminal are written as they end.
     ours, theirs = pty.openpty()
     fleet, logs = [], tempfile.TemporaryFile("w+")
@@ -175,11 +178,11 @@ def main():
         pump = Pump(wire, program)
         print(f"{shape}, {syncs - 1} syncs a case after one warm-up, over {wire.name}; {os.cpu_count()} cores, "
               f"{platform.machine()}, Linux {platform.release()}")
-        print(f"{'case':<32}{'wall':>10}{'limit':>10}{'ratio':>8}{'spread':>16}")
+        print(f"{'case':<37}{'wall':>10}{'limit':>10}{'ratio':>8}{'spread':>16}")
         for case in CASES:
             walls, limits = measure(wire, pump, shardpull, model, case, syncs, pump_bytes)
             ratios = sorted(wall / limit for wall, limit in zip(walls, limits))
-            print(f"{case[0]:<32}{f'{1e3 * statistics.median(walls):.1f} ms':>10}"
+            print(f"{case[0]:<37}{f'{1e3 * statistics.median(walls):.1f} ms':>10}"
                   f"{f'{1e3 * statistics.median(limits):.1f} ms':>10}{statistics.median(ratios):>8.2f}"
                   f"{f'{ratios[0]:.2f}..{ratios[-1]:.2f}':>16}", flush=True)
         pump.close()

@@ -11,7 +11,6 @@ inline constexpr std::uint64_t kMaxNameBytes = 4096;                     // one 
 inline constexpr std::uint64_t kMaxTensors = 4'000'000;                  // names in one model
 inline constexpr std::uint64_t kMaxSafetensorsHeaderBytes = 100'000'000; // the format's own bound
 inline constexpr std::uint64_t kMaxOpsPerChain = 256;                    // operations from a checkpoint tensor to a slice
-inline constexpr std::uint64_t kMaxOpArguments = 64;                     // integers in one operation's argument list
 inline constexpr std::uint64_t kMaxOutputsPerOp = 1 << 20;               // tensors returned by one chunk, split or unbind
 inline constexpr std::uint32_t kMaxRanks = 65'536;                       // trainer ranks, or inference workers, of a fleet
 inline constexpr std::uint32_t kMaxRingDepth = 1'024;                    // K

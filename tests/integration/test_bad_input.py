@@ -198,7 +198,7 @@ class BadFlags(FleetTest):
             ("--export-pack-limit", "lots", ("--export-pack-limit", "64MiB")),
             ("--stall-timeout", "30", ("--stall-timeout", "300s")),
             ("--path", "teleport", ("--path", "auto|packed|mapped")),
-            ("--transport", "tcp", ("--transport", "auto|shm")),
+            ("--transport", "rdma", ("--transport", "auto|shm|cma|tcp|ucx")),
             ("--trainer", "tp=2", ("--trainer", "tp", "fsdp=N")),
             ("--trainer", "fsdp=0", ("--trainer", "fsdp", "1")),
             ("--trainer", "pp=300,ep=300", ("--trainer", "65536 ranks")),

@@ -9,7 +9,7 @@ import unittest
 
 from fleet_testing import FleetTest, SANITIZED, has_cma
 
-SYNCS = 230
+SYNCS = 600  # enough to be running still when the second sample is taken
 FIRST, LAST = 20, 220  # where the two samples are taken
 WAYS = [("shm", "packed"), ("shm", "mapped"), ("shm", "direct"), ("cma", "packed"), ("cma", "direct"), ("tcp", "packed"), ("tcp", "direct")]
 MAX_GROWTH = (1 << 20) if not SANITIZED else (16 << 20)  # of anonymous memory, in 200 syncs

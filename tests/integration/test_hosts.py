@@ -160,8 +160,8 @@ class Network(Host):
                     ip addr add fd00::1/64 dev v0 nodad
                     for i in $(seq 100); do [ "$(cat /sys/class/net/v0/operstate)" = up ] && break; sleep 0.05; done
                     export SHARDPULL_TOKEN=0123456789abcdef
-                    {BINARY} trainer --rank 0 {flags} & {BINARY} worker --id 0 {flags}; wait $!"""
-                outcome = self.run_words("unshare", "-n", "-m", "sh", "-c", script)
+                    "$0" trainer --rank 0 {flags} & "$0" worker --id 0 {flags}; wait $!"""
+                outcome = self.run_words("unshare", "-n", "-m", "sh", "-c", script, BINARY)
                 self.assertEqual(outcome.code, 0, outcome.err)
                 self.assertRegex(outcome.out, r"(?m)^exact: ")
 

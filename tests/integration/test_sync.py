@@ -164,7 +164,7 @@ class JsonOutput(FleetTest):
         self.check(report, {
             "shardpull": int, "software": str, "exact": bool, "parameters": int, "bytes_compared": int,
             "model": {"name": str, "tensors": int, "bytes": int},
-            "settings": {"trainer": str, "inference": str, "path": str, "transport": str, "ring_depth": int, "lookahead": int,
+            "settings": {"trainer": str, "inference": str, "path": str, "transport": str, "integrity": str, "ring_depth": int, "lookahead": int,
                          "max_chunk_bytes": int, "chunk_split": int, "pull_split": int, "publish": str, "names": [str],
                          "export_pack_limit_bytes": int},
             "notes": [str],

@@ -1,6 +1,5 @@
 #include "transport/ucx/ucx_transport.h"
 
-#include <ifaddrs.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -30,6 +29,7 @@
 
 #include "base/encoder.h"
 #include "base/host_port.h"
+#include "base/interfaces.h"
 #include "base/identity.h"
 #include "base/log.h"
 #include "base/status_macros.h"
@@ -203,6 +203,7 @@ class UcxTransport final : public Transport {
   void refuse(UcxEndpoint& endpoint, const Status& why);
   void let_go(UcxEndpoint& endpoint);
   void take_failures();
+  void refuse_lost_reads();
   void retire_freed_regions();
   void step_endings();
   void report_reads(TransportSink& sink);
@@ -213,7 +214,7 @@ class UcxTransport final : public Transport {
   Status wait(std::int64_t timeout_ns);
   std::int64_t next_timer_ns() const;
   bool work_waits() const {
-    return !accepted_.empty() || !greeted_.empty() || !inbox_.empty() || !closed_.empty() ||
+    return !accepted_.empty() || !to_refuse_.empty() || !greeted_.empty() || !inbox_.empty() || !closed_.empty() ||
            reads_.has_news() ||
            std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->has_done(); });
   }
@@ -248,6 +249,14 @@ class UcxTransport final : public Transport {
   std::vector<UcxIncoming> inbox_;    // to be looked at
   std::vector<EndpointId> closed_;    // to be reported, and removed
   std::vector<EndpointId> to_pump_;   // with room for more fragments
+  // Reads that lost a fragment. Told later: UCX calls back while it takes a broken connection down, and does
+  // not survive a message on it then.
+  struct LostRead {
+    EndpointId endpoint = 0;
+    std::uint64_t read = 0;
+    ucs_status_t why = UCS_OK;
+  };
+  std::vector<LostRead> to_refuse_;
   std::unordered_set<std::string> refused_peers_;
 
   UcxReads reads_;
@@ -532,10 +541,7 @@ void UcxTransport::finished(UcxOperation* raw, ucs_status_t status) {
       --endpoint->fragments[operation->lane_number];
       to_pump_.push_back(endpoint->id);
       // A reader that gave the read up refuses it, and ignores this; every other one must not wait for ever.
-      if (status != UCS_OK && endpoint->state == UcxEndpoint::State::kOpen) {
-        post(*endpoint, {.kind = UcxFrameKind::kRefused, .read = operation->read},
-             encode(ucx_error(ucx_, status, "a part of the read could not be sent")));
-      }
+      if (status != UCS_OK) to_refuse_.push_back({endpoint->id, operation->read, status});
       return;
     case Kind::kReceive:
     case Kind::kGet: {
@@ -1207,6 +1213,15 @@ void UcxTransport::take_failures() {
   }
 }
 
+void UcxTransport::refuse_lost_reads() {
+  for (const LostRead& lost : std::exchange(to_refuse_, {})) {
+    if (UcxEndpoint* const endpoint = find_open(lost.endpoint); endpoint != nullptr) {
+      post(*endpoint, {.kind = UcxFrameKind::kRefused, .read = lost.read},
+           encode(ucx_error(ucx_, lost.why, "a part of the read could not be sent")));
+    }
+  }
+}
+
 void UcxTransport::step_endings() {
   const std::int64_t now_ns = clock_.now_ns();
   for (auto& [id, endpoint] : endpoints_) {
@@ -1333,6 +1348,7 @@ Status UcxTransport::progress(std::int64_t timeout_ns, TransportSink& sink) {
   for (const EndpointId id : std::exchange(greeted_, {})) take_early(id, sink);
   for (UcxIncoming& incoming : std::exchange(inbox_, {})) take_in_order(std::move(incoming), sink);
   take_failures();
+  refuse_lost_reads();
   retire_freed_regions();
   step_endings();
   report_reads(sink);
@@ -1363,22 +1379,12 @@ bool kernel_allows_socket_buffer(std::uint64_t bytes) {
 
 // The interface that has `address`.
 Result<std::string> interface_of(const SocketAddress& address) {
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0)
-    return host_error(fmt::format("no list of network interfaces: {}", std::strerror(errno)));
-  std::string found;
-  for (const ifaddrs* one = list; one != nullptr; one = one->ifa_next) {
-    if (one->ifa_addr == nullptr || one->ifa_addr->sa_family != address.family()) continue;
-    SocketAddress its;
-    its.length = address.family() == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
-    std::memcpy(&its.storage, one->ifa_addr, its.length);
-    if (its.host() == address.host()) {
-      found = one->ifa_name;
-      break;
+  SHARDPULL_ASSIGN_OR_RETURN(const std::vector<NetworkInterface> interfaces, list_interfaces());
+  for (const NetworkInterface& each : interfaces) {
+    for (const InterfaceAddress& its : each.addresses) {
+      if (its.address.host() == address.host()) return each.name;
     }
   }
-  freeifaddrs(list);
-  if (!found.empty()) return found;
   // All of 127.0.0.0/8 is loopback's.
   if (address.loopback()) return std::string("lo");
   return host_error(
