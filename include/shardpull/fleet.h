@@ -35,8 +35,8 @@ struct FleetOptions {
   // Owner-only (0700), on this host: holds the sockets of what travels within it, and without a rendezvous the
   // sender's hub, `directory`/hub.sock. May be empty where neither is needed: a rendezvous, and kTcp or kUcx.
   std::string directory;
-  // Random, not 0, one per fleet. Handed down by file, environment (SHARDPULL_TOKEN) or descriptor, never on
-  // a command line.
+  // Random, not 0, one per fleet. Hand it down by file, environment (token_from_environment()) or descriptor,
+  // never on a command line.
   std::uint64_t token = 0;
   std::uint64_t connect_timeout_ms = 60'000;  // how long a process waits for the others to appear
   std::uint64_t stall_timeout_ms = 300'000;   // a running sync without progress for this long fails
@@ -49,7 +49,7 @@ struct FleetOptions {
   // name is resolved. Empty: the directory.
   std::string rendezvous = {};
   // Lets this process listen where other hosts reach it: neither the token nor the weights are encrypted.
-  // Without it anything but loopback is refused.
+  // Without it anything but loopback is refused. With kTcp and kUcx every process listens, workers too.
   bool insecure_listen = false;
   TransportKind transport = TransportKind::kAuto;
   // kTcp, kUcx: the network interfaces to use, "eth0" or "eth0,eth1"; empty: the one that leads to the

@@ -50,6 +50,10 @@ struct TensorView {
   std::uint64_t storage_bytes = 0;     // its size; decides packing (export_pack_limit)
 };
 
+// Gather groups cut the metadata's list by each name's first path part that is a number: "model.layers.7.a" and
+// "model.layers.7.b" are of one group, as is each run of names without such a part. They are numbered in order
+// of first appearance; a group's names follow one another (docs/PROTOCOL.md, "Gather groups").
+//
 // One name (or piece) of a gather group as a source yields it. Every name of the group has an entry, in
 // metadata order; a name held in n pieces has n of them, in the order of held_pieces(). What this rank does
 // not hold, and what a sync of some names does not ask for, carries no view.
@@ -106,7 +110,7 @@ class SHARDPULL_API WeightSource {
   // the source gathers a group when it is asked for it, and at most lookahead + 1 are resident.
   virtual bool resident() const { return false; }
   // Whether every storage above export_pack_limit that this source yields lies in memory from
-  // Trainer::allocate, so that consumers can map it. Checked when it is published: a view elsewhere is then
+  // Trainer::allocate, so that consumers can map it (shm) or read it directly (shm, tcp, ucx; cma reads any). Checked when it is published: a view elsewhere is then
   // an error naming it. False: such tensors are packed. A resident source says it of all its storages: none
   // is copied into an export buffer.
   virtual bool in_engine_memory() const { return false; }

@@ -42,7 +42,7 @@ struct WorkerOptions {
   std::uint32_t chunk_split = 1;                // >= 1: byte-balanced pieces a group's chunk is cut into
   std::uint32_t pull_split = 1;                 // >= 1: producers one chunk is pulled from at once
   PathChoice path = PathChoice::kAuto;
-  BakeOptions bake;
+  BakeOptions bake = {};
   // A bake made before (read_recording, shardpull/recording.h): the model's loaders are not run. Its modules
   // and parameters must be the model's. Null: bake.
   std::shared_ptr<const Recording> recording = nullptr;

@@ -295,7 +295,8 @@ void add_process(CLI::App& app, ProcessArguments& process) {
       ->check(not_empty);
   add_text(app, "--rendezvous",
            "Where trainer 0 listens and the others meet it, from any host; [HOST]:PORT for IPv6. Without a port: "
-           "that of torchrun's MASTER_PORT; without --rendezvous and --fleet-dir: MASTER_ADDR and MASTER_PORT",
+           "29610. Without --rendezvous and --fleet-dir: SHARDPULL_RENDEZVOUS, else torchrun's MASTER_ADDR with "
+           "the port after MASTER_PORT, else the first host of Slurm's node list",
            "HOST:PORT", [&process](const std::string& text) { process.rendezvous = text; });
   add_text(app, "--interface", "Network interfaces to use, where several lead to the others", "NAME,..",
            [&process](const std::string& text) {
@@ -427,6 +428,10 @@ void decide_transport(FleetArguments& fleet, TransportKind standard) {
   if (fleet.transport == TransportKind::kAuto) fleet.transport = standard;
   if (const auto illegal = illegal_pair(fleet.transport, policy_of(fleet.path))) {
     throw CLI::ValidationError("--path: " + *illegal);
+  }
+  if (fleet.ucx_workers != 1 && fleet.transport != TransportKind::kTcp && fleet.transport != TransportKind::kUcx) {
+    throw CLI::ValidationError(
+        fmt::format("--ucx-workers: transport {} has none; it is of tcp and ucx", to_string(fleet.transport)));
   }
 }
 
@@ -733,7 +738,12 @@ int run(int argc, const char* const* argv) {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(stream, F_GETFD) == -1) (void)::open("/dev/full", O_RDWR);
   }
-  const int code = std::visit(Runner{}, command);
+  int code = kExitFailed;
+  try {
+    code = std::visit(Runner{}, command);
+  } catch (const std::exception& error) {  // no memory, or no thread
+    std::fprintf(stderr, "error: %s\n", error.what());
+  }
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
     std::fputs("error: standard output cannot be written\n", stderr);
     return code == kExitDone ? kExitFailed : code;

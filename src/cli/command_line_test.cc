@@ -51,7 +51,7 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   fleet.max_chunk_bytes = (3ull << 20) + 1;
   fleet.export_pack_limit_bytes = 0;
   fleet.path = PathChoice::kDirect;
-  fleet.transport = TransportKind::kCma;
+  fleet.transport = TransportKind::kTcp;
   fleet.ucx_workers = 3;
   fleet.integrity = Integrity::kFull;
   fleet.connect_timeout_ns = 1'500'000'000;
@@ -72,7 +72,7 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   EXPECT_EQ(read.fleet.max_chunk_bytes, fleet.max_chunk_bytes);
   EXPECT_EQ(read.fleet.export_pack_limit_bytes, 0u);
   EXPECT_EQ(read.fleet.path, PathChoice::kDirect);
-  EXPECT_EQ(read.fleet.transport, TransportKind::kCma);
+  EXPECT_EQ(read.fleet.transport, TransportKind::kTcp);
   EXPECT_EQ(read.fleet.ucx_workers, 3u);
   EXPECT_EQ(read.fleet.integrity, Integrity::kFull);
   EXPECT_EQ(read.fleet.chunk_split, 3u);
@@ -110,6 +110,8 @@ TEST(CommandLine, IllegalPairsOfTransportAndPathAreNamed) {
     for (const char* const path : {"auto", "packed", "direct"})
       parsed<SyncArguments>({"sync", "--shape", "qwen3-8b:tiny", "--transport", transport, "--path", path});
   }
+  EXPECT_THAT(notice({"sync", "--shape", "qwen3-8b:tiny", "--transport", "cma", "--ucx-workers", "2"}).text,
+              HasSubstr("--ucx-workers: transport cma has none"));
   for (const char* const path : {"auto", "packed", "mapped", "direct"})
     parsed<SyncArguments>({"sync", "--shape", "qwen3-8b:tiny", "--transport", "shm", "--path", path});
   EXPECT_EQ(notice({"plan", "--shape", "qwen3-8b:tiny", "--link", "1GB/s", "--path", "mapped"}).exit_code,

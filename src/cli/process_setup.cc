@@ -11,6 +11,9 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <future>
+#include <system_error>
+#include <thread>
 
 #include <fmt/format.h>
 
@@ -18,6 +21,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/unique_fd.h"
+#include "base/units.h"
 #include "cli/host_report.h"
 #include "plan/restrict.h"
 
@@ -55,12 +59,11 @@ Result<std::uint64_t> read_token_file(const std::string& path) {
   return parse_token(std::move(text), "--token-file: " + path);
 }
 
-// Reads to the end or 64 bytes, and waits at most kTokenPatienceNs for whoever writes it.
-Result<std::uint64_t> read_token_descriptor(int fd) {
-  constexpr std::int64_t kTokenPatienceNs = 10 * kNanosPerSecond;
+// Reads to the end or 64 bytes, and waits at most so long for whoever writes it.
+Result<std::uint64_t> read_token_descriptor(int fd, std::int64_t timeout_ns) {
   const UniqueFd owner(fd);
   const std::string where = fmt::format("--token-fd: descriptor {}", fd);
-  const std::int64_t deadline = SystemClock::instance().now_ns() + kTokenPatienceNs;
+  const std::int64_t deadline = SystemClock::instance().now_ns() + timeout_ns;
   std::string text;
   char buffer[64];
   while (text.size() < sizeof buffer) {
@@ -68,7 +71,7 @@ Result<std::uint64_t> read_token_descriptor(int fd) {
     pollfd waiting{fd, POLLIN, 0};
     const int ready = left <= 0 ? 0 : poll(&waiting, 1, static_cast<int>(left / kNanosPerMilli) + 1);
     if (ready == 0) {
-      return Status(StatusCode::kDeadlineExceeded, where + " was neither written nor closed within 10 s",
+      return Status(StatusCode::kDeadlineExceeded, fmt::format("{} was neither written nor closed within {}", where, format_duration_ns(timeout_ns)),
                     {.reason = Reason::kBadArgument});
     }
     if (ready < 0 && errno == EINTR) continue;
@@ -90,7 +93,7 @@ Result<FleetOptions> fleet_options(const FleetArguments& fleet, const ProcessArg
   FleetOptions options;
   options.directory = process.fleet_directory;
   if (process.token_fd >= 0) {
-    SHARDPULL_ASSIGN_OR_RETURN(options.token, read_token_descriptor(process.token_fd));
+    SHARDPULL_ASSIGN_OR_RETURN(options.token, read_token_descriptor(process.token_fd, std::min(fleet.connect_timeout_ns, 10 * kNanosPerSecond)));
   } else if (!process.token_file.empty()) {
     SHARDPULL_ASSIGN_OR_RETURN(options.token, read_token_file(process.token_file));
   } else {
@@ -130,6 +133,29 @@ Status check_descriptors(const FleetArguments& fleet, std::uint32_t ranks, std::
                 {.reason = Reason::kLimit, .fault = Fault::kHost});
 }
 
+Status check_threads() {
+  constexpr std::size_t kThreads = 24;  // ours, gRPC's and UCX's
+  std::promise<void> go;
+  const std::shared_future<void> gate(go.get_future());
+  std::vector<std::thread> threads;
+  threads.reserve(kThreads);
+  std::string why;
+  try {
+    while (threads.size() < kThreads) threads.emplace_back([gate] { gate.wait(); });
+  } catch (const std::system_error& error) {
+    why = error.what();
+  }
+  go.set_value();
+  for (std::thread& thread : threads) thread.join();
+  if (why.empty()) return {};
+  return Status(StatusCode::kResourceExhausted,
+                fmt::format("a process of a fleet has about {} threads, and this one may start {} ({}): raise the "
+                            "limit of processes (`ulimit -u`, a container's pids limit) or of address space "
+                            "(`ulimit -v`)",
+                            kThreads, threads.size(), why),
+                {.reason = Reason::kLimit, .fault = Fault::kHost});
+}
+
 Result<std::vector<std::uint32_t>> later_names(const FleetArguments& fleet, const ModelInput& model) {
   auto set = names_matching(fleet.names, model.metadata);
   if (!set.ok()) return set.status().with_context("--names");
@@ -140,7 +166,8 @@ std::string describe_layouts(const FleetArguments& fleet) {
   // A file may lie elsewhere on another host; what it says reaches the workers with the plan's tables.
   const std::string trainer =
       fleet.trainer.file.empty() ? "--trainer " + to_string(fleet.trainer) : "--trainer-layout";
-  std::string text = fmt::format("{} --inference {}", trainer, to_string(fleet.inference));
+  std::string text = fmt::format("{} --inference {} --integrity {}", trainer, to_string(fleet.inference),
+                                 to_string(fleet.integrity));
   for (const std::string& pattern : fleet.names) text += " --names " + pattern;
   return text;
 }

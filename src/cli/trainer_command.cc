@@ -39,6 +39,7 @@ class TrainerRun {
         workers_(workers(arguments.fleet.inference)) {}
 
   Status run() {
+    SHARDPULL_RETURN_IF_ERROR(check_threads());
     SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
     SHARDPULL_ASSIGN_OR_RETURN(const ModelInput model,
                                open_model(arguments_.model, arguments_.any_architecture));

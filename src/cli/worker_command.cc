@@ -29,6 +29,7 @@ class WorkerRun {
 
   Status run() {
     if (!arguments_.dump.empty()) SHARDPULL_RETURN_IF_ERROR(prepare_dump(arguments_.dump));
+    SHARDPULL_RETURN_IF_ERROR(check_threads());
     SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
     // How many ranks there are only the sender knows, where a layout file says it.
     const TrainerSide& trainers = arguments_.fleet.trainer;

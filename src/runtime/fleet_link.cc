@@ -45,7 +45,8 @@ Status validate(const FleetOptions& options) {
     return bad_option("fleet.directory",
                       options.rendezvous.empty()
                           ? "must name the fleet's directory, or fleet.rendezvous where it meets"
-                          : fmt::format("must name a directory for the sockets of transport {}", to_string(transport)),
+                          : fmt::format("(--fleet-dir) must name a directory of this host for the sockets of transport {}, "
+                                        "which reaches no other host", to_string(transport)),
                       "empty");
   }
   if (!options.rendezvous.empty()) {

@@ -36,6 +36,13 @@ Result<std::unique_ptr<Transport>> make_ucx(const FleetOptions& options, const M
                               tcp ? "tcp" : "ucx", to_string(self), ucx.host),
                   {.reason = Reason::kBadArgument});
   }
+  if (ucx.host.find('%') != std::string::npos && !addresses.front().loopback()) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("{} would be reached at {}, whose scope means something else on every host: give a "
+                              "rendezvous or interfaces (--interface) with an address that is not link-local",
+                              to_string(self), ucx.host),
+                  {.reason = Reason::kBadArgument});
+  }
   ucx.transports = tcp ? "tcp" : "";
   ucx.interface = options.interfaces;
   ucx.workers = options.ucx_workers;

@@ -144,6 +144,7 @@ struct Trainer::Impl final : TransportSink {
   void collect_join(std::uint32_t rank, TrainerJoin join);
   void answer_joins(const Status& status);
   Result<InitTables> resolve();
+  Status check_request(std::uint32_t consumer, const InitRequest& request) const;
   void answer_init_request(std::uint32_t consumer, const InitRequest& request);
   void worker_done(std::uint32_t consumer, const InitDone& done);
   void end(const Status& why);
@@ -196,7 +197,8 @@ struct Trainer::Impl final : TransportSink {
   mutable Mutex mutex;
   CondVar wake;
   std::shared_ptr<const InitTables> tables SHARDPULL_GUARDED_BY(mutex);
-  std::set<std::uint32_t> joined_ranks SHARDPULL_GUARDED_BY(mutex);  // sender
+  std::set<std::uint32_t> joined_ranks SHARDPULL_GUARDED_BY(mutex);    // sender
+  std::set<std::uint32_t> joined_workers SHARDPULL_GUARDED_BY(mutex);  // sender
   std::optional<Status> table_status SHARDPULL_GUARDED_BY(mutex);
   std::map<std::uint32_t, InitDone> workers_done SHARDPULL_GUARDED_BY(mutex);
   std::optional<Status> init_failure
@@ -209,7 +211,7 @@ struct Trainer::Impl final : TransportSink {
   // The caller's thread.
   GroupPlacer placer{rank, clock};
   std::vector<std::weak_ptr<ExportedMemory>> allocations SHARDPULL_GUARDED_BY(mutex);
-  Status last_sync;
+  Status last_error;  // of init or the last sync
   bool initialised = false, stopped = false;
 };
 
@@ -391,10 +393,11 @@ Status Trainer::Impl::wait_for_workers() {
       [this]() SHARDPULL_REQUIRES(mutex) {
         std::string missing;
         for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker) {
-          if (workers_done.count(worker) == 0)
-            missing += fmt::format("{}worker {}", missing.empty() ? "" : ", ", worker);
+          if (workers_done.count(worker) != 0) continue;
+          missing += fmt::format("{}worker {} to {}", missing.empty() ? "" : ", ", worker,
+                                 joined_workers.count(worker) == 0 ? "join" : "finish its init");
         }
-        return fmt::format("{} to finish its init", missing);
+        return missing;
       }));
   MutexLock lock(mutex);
   SHARDPULL_RETURN_IF_ERROR(first_error());
@@ -486,37 +489,43 @@ void Trainer::Impl::answer_joins(const Status& status) {
   }
 }
 
+// What is wrong with a worker's request: known before the tables are.
+Status Trainer::Impl::check_request(std::uint32_t consumer, const InitRequest& request) const {
+  if (consumer >= options.num_consumers) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("worker {} is out of range: the fleet has {} workers, numbered from 0", consumer,
+                              options.num_consumers),
+                  {.reason = Reason::kSettingMismatch});
+  }
+  if (request.ring_depth != 0 && request.ring_depth != options.ring_depth) {
+    return Status(StatusCode::kFailedPrecondition,
+                  fmt::format("ring_depth differs: worker {} has {}, the trainers have {}", consumer,
+                              request.ring_depth, options.ring_depth),
+                  {.reason = Reason::kSettingMismatch});
+  }
+  if (request.settings != options.fleet.settings) {
+    return Status(StatusCode::kFailedPrecondition,
+                  fmt::format("worker {} was started with {}, the trainers with {}", consumer, request.settings,
+                              options.fleet.settings),
+                  {.reason = Reason::kSettingMismatch, .fault = Fault::kUser});
+  }
+  return {};
+}
+
 void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitRequest& request) {
   std::shared_ptr<const InitTables> current;
   {
     MutexLock lock(mutex);
+    joined_workers.insert(consumer);
     current = tables;
   }
-  if (current == nullptr) {
-    if (joins_answered) {
-      send({Role::kWorker, consumer},
-           InitPayload{Status(StatusCode::kFailedPrecondition, "trainer_init failed"), {}});
-    } else {
+  Status status = check_request(consumer, request);
+  if (status.ok() && current == nullptr) {
+    if (!joins_answered) {
       early_requests[consumer] = request;
+      return;
     }
-    return;
-  }
-  Status status;
-  if (consumer >= current->num_consumers) {
-    status = Status(StatusCode::kInvalidArgument,
-                    fmt::format("worker {} is out of range: the fleet has {} workers, numbered from 0",
-                                consumer, current->num_consumers),
-                    {.reason = Reason::kSettingMismatch});
-  } else if (request.ring_depth != 0 && request.ring_depth != current->ring_depth) {
-    status = Status(StatusCode::kFailedPrecondition,
-                    fmt::format("ring_depth differs: worker {} has {}, the trainers have {}", consumer,
-                                request.ring_depth, current->ring_depth),
-                    {.reason = Reason::kSettingMismatch});
-  } else if (request.settings != options.fleet.settings) {
-    status = Status(StatusCode::kFailedPrecondition,
-                    fmt::format("worker {} was started with {}, the trainers with {}", consumer,
-                                request.settings, options.fleet.settings),
-                    {.reason = Reason::kSettingMismatch, .fault = Fault::kUser});
+    status = Status(StatusCode::kFailedPrecondition, "trainer_init failed");
   }
   send({Role::kWorker, consumer},
        InitPayload{status, status.ok() ? encode_tables(*current) : std::vector<std::byte>{}});
@@ -526,6 +535,8 @@ void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
   if (done.status.ok()) ready_workers.insert(consumer);
   MutexLock lock(mutex);
   workers_done[consumer] = done;
+  if (!done.status.ok() && !table_status && !init_failure)  // why the trainers need not wait for one another
+    init_failure = done.status.with_context(fmt::format("worker {}", consumer));
   wake.notify_all();
 }
 
@@ -1008,9 +1019,8 @@ Status Trainer::Impl::expect_end(GroupStream& stream) {
 void Trainer::Impl::stop(const std::string& reason, const Status& why) {
   if (stopped) return;
   stopped = true;
-  // Nobody waits for a fleet that never was: its members know why its init failed, and see the hub go.
-  if (progress && sender && control && initialised) {
-    const Shutdown message{reason, why.ok() ? last_sync : why};
+  if (progress && sender && control) {
+    const Shutdown message{reason, why.ok() ? last_error : why};
     for (std::uint32_t rank = 1; rank < options.world_size; ++rank) send({Role::kTrainer, rank}, message);
     for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker)
       send({Role::kWorker, worker}, message);
@@ -1053,10 +1063,11 @@ Status Trainer::init(WeightSource& source) {
     return Status(StatusCode::kFailedPrecondition, "init is called once, before shutdown",
                   {.reason = Reason::kWrongState});
   }
-  SHARDPULL_RETURN_IF_ERROR(impl_->join(source));
-  if (impl_->sender) SHARDPULL_RETURN_IF_ERROR(impl_->wait_for_workers());
-  impl_->initialised = true;
-  return {};
+  Status status = impl_->join(source);
+  if (status.ok() && impl_->sender) status = impl_->wait_for_workers();
+  impl_->initialised = status.ok();
+  impl_->last_error = status;
+  return status;
 }
 
 Result<std::vector<std::byte>> Trainer::worker_init_payload() const {
@@ -1070,7 +1081,7 @@ Result<std::vector<std::byte>> Trainer::worker_init_payload() const {
 
 Result<SyncReport> Trainer::send_weights(std::uint64_t version, const SendOptions& send) {
   auto report = impl_->send_weights(version, send);
-  impl_->last_sync = report.status();
+  impl_->last_error = report.status();
   return report;
 }
 

@@ -44,7 +44,9 @@ Result<std::unique_ptr<UcxWorker>> UcxWorker::make(std::shared_ptr<UcxContext> c
   ucs_status_t status = ucx.ucp_worker_create(worker->context_->context, &params, &worker->handle_);
   if (status != UCS_OK) {
     worker->handle_ = nullptr;
-    return ucx_error(ucx, status, "no UCX worker");
+    return ucx_error(ucx, status,
+                     "no UCX worker (it needs /proc and /sys, and where it is not held to tcp 4 MiB of /dev/shm; "
+                     "`shardpull doctor` says what is missing)");
   }
   status = ucx.ucp_worker_get_efd(worker->handle_, &worker->event_fd_);
   if (status != UCS_OK) return ucx_error(ucx, status, "UCX cannot wait for events with these transports");

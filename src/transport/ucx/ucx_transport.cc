@@ -199,7 +199,7 @@ class UcxTransport final : public Transport {
 
   // Ends an endpoint: UCX lets go of it, then its reads fail, then it is reported.
   void end(UcxEndpoint& endpoint, Status why);
-  // The same for a peer that sent what is not ours: logged, once per peer.
+  // The same for a peer that sent what is not ours: logged, once per host.
   void refuse(UcxEndpoint& endpoint, const Status& why);
   void let_go(UcxEndpoint& endpoint);
   void take_failures();
@@ -283,6 +283,8 @@ Status UcxTransport::start() {
   };
   add_address(worker_->address());
   for (const auto& lane : lanes_) add_address(lane->address());
+  // UCX ends a process that gives it a damaged address.
+  hello.u64(payload_sum(hello.bytes().data(), hello.size()));
   hello_data_ = hello.take();
   if (hello_data_.size() > kMaxUcxHelloDataBytes) {
     return host_error(
@@ -879,7 +881,11 @@ Status UcxTransport::take_hello(UcxEndpoint& endpoint, const UcxFrame& frame,
     SHARDPULL_RETURN_IF_ERROR(reader.raw(bytes, address).with_context(endpoint.peer));
     if (bytes == 0) return corrupt(endpoint.peer, "said hello with an empty address");
   }
+  const std::size_t summed = data.size() - reader.remaining();
+  std::uint64_t sum = 0;
+  SHARDPULL_RETURN_IF_ERROR(reader.u64(sum).with_context(endpoint.peer));
   SHARDPULL_RETURN_IF_ERROR(reader.end().with_context(endpoint.peer));
+  if (sum != payload_sum(data.data(), summed)) return corrupt(endpoint.peer, "said a damaged hello");
   if (addresses.empty()) return corrupt(endpoint.peer, "said hello without an address");
   endpoint.incarnation = frame.incarnation;
   endpoint.peer_key = frame.read;
@@ -1169,7 +1175,9 @@ void UcxTransport::end(UcxEndpoint& endpoint, Status why) {
 }
 
 void UcxTransport::refuse(UcxEndpoint& endpoint, const Status& why) {
-  if (refused_peers_.size() < kMaxRememberedPeers && refused_peers_.insert(endpoint.peer).second) {
+  // By host: whoever connects again comes from another port.
+  const std::string host = endpoint.peer.substr(0, endpoint.peer.rfind(':'));
+  if (refused_peers_.size() < kMaxRememberedPeers && refused_peers_.insert(host).second) {
     log_warn("{}: closed the connection to {}: {}", options_.self_name, endpoint.peer, why.message());
   }
   end(endpoint, why);
