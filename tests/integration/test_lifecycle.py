@@ -170,7 +170,7 @@ class ByHand(FleetTest):
         runs = [self.worker(0), self.trainer(1), self.trainer(0)]
         outcome = stray.finish(timeout=30)
         self.assertEqual(outcome.code, 1)
-        self.assertRegex(outcome.err, r"^error: worker 1 was started with .*tp=1,pp=2, the trainers with .*tp=2,pp=1 .*\n$")
+        self.assertRegex(outcome.err, r"^error: worker 1 was started with .*tp=1,pp=2 .*, the trainers with .*tp=2,pp=1 .*\n$")
         self.assertEqual([running.finish(timeout=30).code for running in runs], [1, 1, 1])
         self.assert_nothing_left()
 
