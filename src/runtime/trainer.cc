@@ -535,8 +535,6 @@ void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
   if (done.status.ok()) ready_workers.insert(consumer);
   MutexLock lock(mutex);
   workers_done[consumer] = done;
-  if (!done.status.ok() && !table_status && !init_failure)  // why the trainers need not wait for one another
-    init_failure = done.status.with_context(fmt::format("worker {}", consumer));
   wake.notify_all();
 }
 
