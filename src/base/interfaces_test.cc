@@ -315,6 +315,12 @@ void in_own_network(const std::vector<std::string>& commands, const std::functio
   EXPECT_EQ(status, 0);
 }
 
+// The kernel tells of a cable a moment after both its ends have changed.
+std::string wait_for_carrier(const std::string& interface, bool carrier) {
+  return fmt::format("for i in $(seq 250); do ip link show {} | grep -q NO-CARRIER {} break; sleep 0.02; done",
+                     interface, carrier ? "||" : "&&");
+}
+
 std::string differs(const std::string& what, const std::string& got, const std::string& expected) {
   return got == expected ? "" : fmt::format("{}: {}, expected {}\n", what, got, expected);
 }
@@ -323,7 +329,8 @@ TEST(Interfaces, ListsWhatTheSystemHas) {
   in_own_network({"ip link set lo up", "ip link add eth0 type veth peer name eth1",
                   "ip addr add 10.9.0.1/20 dev eth0", "ip addr add fd00::9/64 dev eth0 nodad",
                   "ip addr add 10.9.0.77/32 dev eth0 label eth0:1", "ip link set eth0 up",
-                  "ip link set eth1 up", "ip addr add 10.8.0.1/24 dev eth1", "ip link set eth1 down"},
+                  "ip link set eth1 up", "ip addr add 10.8.0.1/24 dev eth1", "ip link set eth1 down",
+                  wait_for_carrier("eth0", false)},
                  [] {
                    const auto listed = list_interfaces();
                    if (!listed.ok()) return listed.status().message() + "\n";
@@ -357,7 +364,8 @@ TEST(Interfaces, TakesTheWayTheSystemTakes) {
        "ip link set docker0 up", "ip link add flannel.1 type veth peer name other",
        "ip addr add 10.244.0.0/32 dev flannel.1", "ip link set flannel.1 up", "ip link set other up",
        "ip link add net0 type veth peer name net1", "ip addr add 10.9.0.1/24 dev net0",
-       "ip addr add fd09::1/64 dev net0 nodad", "ip link set net0 up", "ip link set net1 up"},
+       "ip addr add fd09::1/64 dev net0 nodad", "ip link set net0 up", "ip link set net1 up",
+       wait_for_carrier("net0", true), wait_for_carrier("flannel.1", true)},
       [] {
         std::string wrong;
         const auto told = [&](const HostPort& rendezvous, bool sender, std::vector<std::string> names = {}) {
