@@ -62,6 +62,9 @@ Status check_options(const TrainerOptions& options) {
   return {};
 }
 
+// How long a sender whose init has failed stays for workers that have not come yet.
+constexpr std::uint64_t kJoinGraceMs = 3'000;
+
 // A wait that only its event or the fleet's end finishes.
 constexpr std::uint64_t kNoLimit = UINT64_MAX;
 
@@ -399,6 +402,17 @@ Status Trainer::Impl::wait_for_workers() {
         }
         return missing;
       }));
+  bool failed_worker = false;
+  {
+    MutexLock lock(mutex);
+    failed_worker = !first_error().ok();
+  }
+  if (failed_worker) {
+    // Who comes after the hub has gone waits for it in vain: those that are on their way shall hear why.
+    wait_for([this]() SHARDPULL_REQUIRES(mutex) { return joined_workers.size() >= options.num_consumers; },
+             std::min(options.fleet.connect_timeout_ms, kJoinGraceMs), [] { return std::string("workers"); })
+        .ignore();
+  }
   MutexLock lock(mutex);
   SHARDPULL_RETURN_IF_ERROR(first_error());
   if (init_failure) return *init_failure;
