@@ -28,6 +28,8 @@ CASES = [
     ("direct, 1 stream", "direct", "tp=1", 1, 1, "wire"),
     ("direct, 2 streams, no sums", "direct", "tp=1", 1, 2, "off"),
     ("direct, 2 streams", "direct", "tp=1", 1, 2, "wire"),
+    ("auto, strided and not, 2 workers, no sums", "auto", "tp=2", 2, 1, "off"),
+    ("auto, strided and not, 2 workers", "auto", "tp=2", 2, 1, "wire"),
     ("packed, strided, 2 workers, no sums", "packed", "tp=2", 2, 1, "off"),
     ("packed, strided, 2 workers", "packed", "tp=2", 2, 1, "wire"),
 ]
@@ -178,11 +180,11 @@ def main():
         pump = Pump(wire, program)
         print(f"{shape}, {syncs - 1} syncs a case after one warm-up, over {wire.name}; {os.cpu_count()} cores, "
               f"{platform.machine()}, Linux {platform.release()}")
-        print(f"{'case':<37}{'wall':>10}{'limit':>10}{'ratio':>8}{'spread':>16}")
+        print(f"{'case':<43}{'wall':>10}{'limit':>10}{'ratio':>8}{'spread':>16}")
         for case in CASES:
             walls, limits = measure(wire, pump, shardpull, model, case, syncs, pump_bytes)
             ratios = sorted(wall / limit for wall, limit in zip(walls, limits))
-            print(f"{case[0]:<37}{f'{1e3 * statistics.median(walls):.1f} ms':>10}"
+            print(f"{case[0]:<43}{f'{1e3 * statistics.median(walls):.1f} ms':>10}"
                   f"{f'{1e3 * statistics.median(limits):.1f} ms':>10}{statistics.median(ratios):>8.2f}"
                   f"{f'{ratios[0]:.2f}..{ratios[-1]:.2f}':>16}", flush=True)
         pump.close()
