@@ -35,7 +35,7 @@ struct MappingObstacle {
   std::string reason;                    // why, and what helps
 };
 
-// Why peers could not map, or read directly, what `owners` publish of `names`, or nothing when they can. Such
+// Why peers could not map, or read directly, what `owners` publish for `keys`, or nothing when they can. Such
 // memory is what a producer says it is (InitTables::producer_mappable), and export buffers: a producer that
 // gathers copies tensors of up to export_pack_limit bytes there, a resident one copies nothing.
 std::optional<MappingObstacle> why_not_reachable(const InitTables& tables,

@@ -117,7 +117,7 @@ struct InitTables {
   std::uint64_t presize = 0;
   std::uint64_t export_pack_limit = 64ull << 20;
   TransportKind transport = TransportKind::kShm;  // of the hot channel; decides which paths there are
-  Integrity integrity = Integrity::kWire;                 // which paths are summed: plan/integrity.h
+  Integrity integrity = Integrity::kWire;         // which paths are summed: plan/integrity.h
   friend bool operator==(const InitTables&, const InitTables&) = default;
 };
 
@@ -169,8 +169,9 @@ std::vector<std::uint32_t> greedy_cut(const std::vector<std::uint64_t>& bytes,
 // -------------------------------------------------------------------------------------------
 
 enum class Path : std::uint8_t { kPacked = 0, kMapped = 1, kDirect = 2 };
-// kAuto, kDirect: key by key (plan/path.h). kDirect takes every key that is contiguous on both sides; kAuto maps
-// where the transport can, and elsewhere takes those of them that are worth it.
+// kAuto, kDirect: key by key (plan/path.h). kDirect takes every key that can be read directly (contiguous on
+// both sides, over cma also long runs); kAuto maps where the transport can, and elsewhere takes those of them
+// that are worth it.
 enum class PathPolicy : std::uint8_t { kAuto, kPacked, kMapped, kDirect };
 std::string_view to_string(Path path);
 
@@ -269,17 +270,17 @@ struct PlanOptions {
   Balance balance = Balance::kBytes;
 };
 
-// Order of the chunks: groups ascending, owner classes ascending within a group, what is read directly last, then
-// the cuts by chunk_split and max_chunk_bytes. Within (group, owner class): modules by the first of their names in the group, copies
-// of a module as recorded, keys by first use; all scatters of one key are in the chunk of that key.
+// Order of the chunks: groups ascending, owner classes ascending within a group, what is read directly last,
+// then the cuts by chunk_split and max_chunk_bytes. Within (group, owner class): modules by the first of their
+// names in the group, copies of a module as recorded, keys by first use; all scatters of one key are in the chunk of that key.
 //
 // Copies without elements take no part. A baked module that is left with fills or empty copies only is
 // materialised and post-processed with the first chunk; where the worker pulls nothing at all, that is a
 // chunk without keys.
 //
 // Refused: tables that do not validate, a consumer id out of range, a recording of other metadata, path
-// mapped where the transport or a producer's memory cannot (path direct packs what cannot); kUnimplemented: names of policy fallback, and
-// copies which pieces or max_chunk_bytes would cut in a way that no strided window describes. Invariant,
+// mapped where the transport or a producer's memory cannot (path direct packs what cannot); kUnimplemented:
+// names of policy fallback, and copies which pieces or max_chunk_bytes would cut in a way that no strided window describes. Invariant,
 // checked before it returns: every group is signalled exactly once to every one of its owners, every baked
 // scatter's elements are in exactly one chunk.
 Result<WorkerPlan> plan_worker(const InitTables& tables, const Recording& recording, std::uint32_t consumer,
