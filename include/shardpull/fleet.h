@@ -61,6 +61,45 @@ struct FleetOptions {
 // Reads 16 hexadecimal digits from the environment variable SHARDPULL_TOKEN.
 SHARDPULL_API Result<std::uint64_t> token_from_environment();
 
+// What a process does, or waits for, in a sync: in order of priority. An instant in which several are under way is
+// charged to the first of them, so that the phases of a process add up to its time: what moves or makes bytes comes
+// before what waits, as what hides behind work costs nothing. docs/ARCHITECTURE.md, "Where the time goes".
+enum class Phase : std::uint8_t {
+  // Of a worker.
+  kTransfer,     // bytes cross: reads into slots and parameters, copies out of mappings
+  kScatter,      // out of a receive slot into parameters, sums of packed keys included
+  kCheck,        // summing what was read into parameters
+  kMaterialise,  // zeroing what no tensor fills
+  kRegister,     // finding and mapping published memory
+  kPostProcess,  // hooks of modules
+  kEventWait,    // answered; the receive slot or its turn is not free yet
+  kProduceWait,  // asked; the trainer has not answered yet
+  kSlotWait,     // next in line; not asked yet
+  kSignalWait,   // everything has landed; trainers have not confirmed the signals
+  kCommit,       // of finish_update, what is none of the above
+  // Of a rank.
+  kSource,      // in the weight source
+  kExport,      // copying small tensors into export buffers, checking what the source gave
+  kPublish,     // telling the producer
+  kPack,        // gathering a pull into a serve slot, its sums included
+  kSum,         // summing a pull that is read in place
+  kCreditWait,  // all groups it may hold are held: workers have not freed one
+  kEndWait,     // everything is published: workers have not freed the last ones
+  kServe,       // from a worker's pull to the answer; never charged
+  // Of both.
+  kEngine,  // none of the others
+};
+SHARDPULL_API std::string_view to_string(Phase phase);  // "transfer", "produce wait"
+
+// One phase of a process in one sync.
+struct PhaseTime {
+  Phase phase = Phase::kEngine;
+  std::uint64_t charged_ns = 0;  // these add up to the process's time
+  std::uint64_t active_ns = 0;   // while it was under way at all, also beside others
+  std::uint64_t count = 0;       // how often
+  friend bool operator==(const PhaseTime&, const PhaseTime&) = default;
+};
+
 // One worker's part of a finished sync.
 struct WorkerReport {
   std::uint32_t consumer = 0;
@@ -71,6 +110,12 @@ struct WorkerReport {
   // Of bytes_moved, the gaps of at most 15 bytes between the keys of packed chunks, each of which begins
   // on 16.
   std::uint64_t padding_bytes = 0;
+  std::uint64_t commit_ns = 0;  // duration of its finish_update
+  // By priority, each at most once. What is charged adds up to update_ns + commit_ns.
+  std::vector<PhaseTime> phases = {};
+  // The trainer that most of kProduceWait was spent on, and how much; meaningless when waited_ns is 0.
+  std::uint32_t waited_for = 0;
+  std::uint64_t waited_ns = 0;
 };
 
 // One rank's part of a finished sync.
@@ -84,6 +129,9 @@ struct RankReport {
   // same share one.
   std::uint64_t packs = 0;
   std::uint64_t packed_bytes = 0;
+  std::uint64_t wall_ns = 0;  // from when it learnt of the sync to when all its groups were freed
+  // By priority, each at most once. What is charged adds up to wall_ns.
+  std::vector<PhaseTime> phases = {};
 };
 
 // A finished sync, as the sender sees it.
@@ -96,6 +144,11 @@ struct SyncReport {
   std::vector<std::uint32_t> lost_consumers;     // whose processes were lost in this sync
   std::vector<std::uint32_t> dropped_consumers;  // their living mates, which left the sync with them
 };
+
+// One line, without a newline, of a report of the sender: wall time, bytes and rate, the slowest worker with its bytes
+// beside its rate and those of the middle one, and the phase that most of its time went to, with the cause where that
+// is a rank. Less where the report has no workers.
+SHARDPULL_API std::string summary_line(const SyncReport& report);
 
 // Free text between the programs on top of a fleet, delivered in order per pair, at most 1 MiB.
 struct FleetMessage {
