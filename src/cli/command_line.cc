@@ -152,6 +152,8 @@ constexpr std::array<std::pair<const char*, TransportKind>, 5> kTransports = {{{
 
 constexpr std::array<std::pair<const char*, Integrity>, 3> kIntegrity = {
     {{"off", Integrity::kOff}, {"wire", Integrity::kWire}, {"full", Integrity::kFull}}};
+constexpr std::array<std::pair<const char*, OnConsumerLoss>, 2> kOnConsumerLoss = {
+    {{"fail", OnConsumerLoss::kFail}, {"continue", OnConsumerLoss::kContinue}}};
 constexpr std::array<std::pair<const char*, PublishMode>, 3> kPublish = {
     {{"auto", PublishMode::kAuto}, {"gather", PublishMode::kGather}, {"resident", PublishMode::kResident}}};
 
@@ -273,6 +275,11 @@ void add_fleet(CLI::App& app, FleetArguments& fleet) {
   add_duration(app, "--connect-timeout", fleet.connect_timeout_ns, "How long a process waits for the others")
       ->group(group);
   add_duration(app, "--stall-timeout", fleet.stall_timeout_ns, "A sync without progress for this long fails")
+      ->group(group);
+  add_duration(app, "--heartbeat", fleet.heartbeat_ns, "How often processes show each other that they live")
+      ->group(group);
+  add_duration(app, "--dead-after", fleet.dead_after_ns,
+               "A process that is silent for this long, two heartbeats at least, is taken for dead")
       ->group(group);
 }
 
@@ -508,7 +515,11 @@ std::vector<std::string> to_flags(const FleetArguments& fleet) {
                                     "--connect-timeout",
                                     exact_duration(fleet.connect_timeout_ns),
                                     "--stall-timeout",
-                                    exact_duration(fleet.stall_timeout_ns)};
+                                    exact_duration(fleet.stall_timeout_ns),
+                                    "--heartbeat",
+                                    exact_duration(fleet.heartbeat_ns),
+                                    "--dead-after",
+                                    exact_duration(fleet.dead_after_ns)};
   for (const std::string& pattern : fleet.names) {
     flags.push_back("--names");
     flags.push_back(pattern);
@@ -623,6 +634,9 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
   trainer_app->add_flag("--any-architecture", trainer.any_architecture,
                         "Do not compare the checkpoint with what its architecture implies, which nobody need "
                         "know: the workers replay recordings");
+  add_choice(*trainer_app, "--on-consumer-loss", trainer.on_consumer_loss, kOnConsumerLoss,
+             "When a worker is lost: the syncs fail and the fleet ends, or they go on without its replica until "
+             "it is started again");
   add_withhold(*trainer_app, trainer.withhold);
   add_launcher_fd(*trainer_app, trainer.process.launcher_fd);
 
@@ -679,6 +693,10 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
     if (trainer_app->parsed()) {
       find_fleet(trainer.process, environment);
       decide_transport(trainer.fleet, transport_at(trainer.process));
+      if (trainer.on_consumer_loss == OnConsumerLoss::kContinue && !trainer.fleet.names.empty()) {
+        throw CLI::ValidationError(
+            "--on-consumer-loss continue: not with --names, as a worker that was started again needs all names");
+      }
       const TrainerSide& held = trainer.fleet.trainer;
       find_rank(*trainer_app, "--rank", environment, held.file.empty() ? held.layout.ranks() : 0, trainer.rank);
       const TrainerSide& side = trainer.fleet.trainer;  // a layout file is read later

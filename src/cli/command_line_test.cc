@@ -56,6 +56,8 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   fleet.integrity = Integrity::kFull;
   fleet.connect_timeout_ns = 1'500'000'000;
   fleet.stall_timeout_ns = 2'000'001'000;
+  fleet.heartbeat_ns = 20'000'000;
+  fleet.dead_after_ns = 700'000'000;
   VersionArguments versions;
   versions.syncs = 9;
   versions.mutate = false;

@@ -43,6 +43,7 @@ struct FleetArguments {
   std::vector<std::string> names;  // glob patterns: what the syncs after the first send; empty: everything
   std::int64_t connect_timeout_ns = 60'000'000'000;
   std::int64_t stall_timeout_ns = 300'000'000'000;
+  std::int64_t heartbeat_ns = 500'000'000, dead_after_ns = 5'000'000'000;
 };
 
 // Which bytes each sync sends.
@@ -111,6 +112,7 @@ struct TrainerArguments {
   std::uint32_t rank = 0;
   bool verify = false;            // the sender waits for the workers' verdicts and reports them
   bool any_architecture = false;  // the checkpoint is not compared with what a family implies
+  OnConsumerLoss on_consumer_loss = OnConsumerLoss::kFail;  // kContinue: not with names
 };
 
 struct WorkerArguments {

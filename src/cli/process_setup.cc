@@ -106,6 +106,8 @@ Result<FleetOptions> fleet_options(const FleetArguments& fleet, const ProcessArg
   options.ucx_workers = fleet.ucx_workers;
   options.connect_timeout_ms = static_cast<std::uint64_t>(fleet.connect_timeout_ns / kNanosPerMilli);
   options.stall_timeout_ms = static_cast<std::uint64_t>(fleet.stall_timeout_ns / kNanosPerMilli);
+  options.heartbeat_ms = static_cast<std::uint64_t>(fleet.heartbeat_ns / kNanosPerMilli);
+  options.dead_after_ms = static_cast<std::uint64_t>(fleet.dead_after_ns / kNanosPerMilli);
   options.settings = describe_layouts(fleet);
   return options;
 }

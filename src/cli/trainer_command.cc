@@ -1,8 +1,10 @@
 // `shardpull trainer`: one trainer rank over a checkpoint. Rank 0 is the sender: it starts the syncs, gathers
 // what the others report after each, and at the end tells them that it is over.
+#include <algorithm>
 #include <cstdio>
 #include <map>
 #include <memory>
+#include <set>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -66,7 +68,7 @@ class TrainerRun {
                          .ring_depth = arguments_.fleet.ring_depth,
                          .lookahead = arguments_.fleet.lookahead,
                          .export_pack_limit_bytes = arguments_.fleet.export_pack_limit_bytes,
-                         .on_consumer_loss = OnConsumerLoss::kFail,
+                         .on_consumer_loss = arguments_.on_consumer_loss,
                          .publish = arguments_.fleet.trainer.publish,
                          .integrity = arguments_.fleet.integrity,
                          .settings = fmt::format("{}", fmt::join(to_flags(arguments_.versions), " "))}));
@@ -87,8 +89,18 @@ class TrainerRun {
 
  private:
   Status run_syncs(CheckpointSource& source) {
-    for (std::uint32_t sync = 1; sync <= arguments_.versions.syncs; ++sync) {
-      SHARDPULL_RETURN_IF_ERROR(run_sync(sync, source).with_context(fmt::format("sync {}", sync)));
+    for (std::uint32_t sync = 1; sync <= arguments_.versions.syncs;) {
+      const Status done = run_sync(sync, source);
+      if (done.ok()) {
+        ++sync;
+        continue;
+      }
+      // Every rank returns the same error, so that all of them send it again.
+      if (!outlives(done)) return done.with_context(fmt::format("sync {}", sync));
+      if (sender() && !launcher_.attached()) {
+        std::fprintf(stdout, "sync %u: failed, and is sent again: %s\n", sync, done.message().c_str());
+        std::fflush(stdout);
+      }
     }
     SHARDPULL_RETURN_IF_ERROR(part());
     if (sender() && !launcher_.attached()) std::fprintf(stdout, "%s\n", verdict_line(report_).c_str());
@@ -96,6 +108,21 @@ class TrainerRun {
   }
 
   bool sender() const { return arguments_.rank == 0; }
+
+  bool continues() const { return arguments_.on_consumer_loss == OnConsumerLoss::kContinue; }
+
+  // Whether the fleet goes on after this error: of a lost worker, which may be started again.
+  bool outlives(const Status& why) const {
+    return continues() && why.info().reason == Reason::kPeerLost && why.info().peer.starts_with("worker ");
+  }
+
+  // What was left from before the sync at hand: reports of workers that were lost later, and their losses.
+  void forget_messages() {
+    for (;;) {
+      const auto message = trainer_->receive_message(0);
+      if (message.ok() ? !message->has_value() : message.status().info().reason != Reason::kPeerLost) return;
+    }
+  }
 
   void show_progress(std::uint64_t bytes) {
     const std::int64_t now = SystemClock::instance().now_ns();
@@ -109,6 +136,7 @@ class TrainerRun {
     const bool part = sync > 1 && !names_.empty();
     source.set_version(version, part ? names_ : std::vector<std::uint32_t>());
     SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("ready", sync));
+    if (sender() && continues()) forget_messages();
     SHARDPULL_ASSIGN_OR_RETURN(const SyncReport report,
                                trainer_->send_weights(version, {.names = part ? arguments_.fleet.names
                                                                               : std::vector<std::string>()}));
@@ -131,25 +159,34 @@ class TrainerRun {
     return {};
   }
 
-  // Waits for a report of every other process of the fleet.
+  // Waits for a report of every other process that was in the sync and lives.
   Status collect(std::uint32_t sync, const SyncReport& from, ProcessReport own) {
     std::map<std::string, ProcessReport> reports;
     reports.emplace(name_, std::move(own));
     const SystemClock& clock = SystemClock::instance();
     const std::int64_t deadline = clock.now_ns() + arguments_.fleet.stall_timeout_ns;
-    while (reports.size() < ranks_ + workers_) {
+    std::set<std::string> expected;
+    for (std::uint32_t rank = 1; rank < ranks_; ++rank) expected.insert(fmt::format("trainer {}", rank));
+    for (const WorkerReport& worker : from.workers) expected.insert(fmt::format("worker {}", worker.consumer));
+    const std::size_t processes_in_sync = expected.size() + 1;
+    while (!expected.empty()) {
       const std::int64_t left = deadline - clock.now_ns();
       if (left <= 0) {
         return Status(StatusCode::kDeadlineExceeded,
-                      fmt::format("{} of {} processes reported within {}", reports.size(), ranks_ + workers_,
+                      fmt::format("{} of {} processes reported within {}", reports.size(), processes_in_sync,
                                   format_duration_ns(arguments_.fleet.stall_timeout_ns)),
                       {.reason = Reason::kStalled, .fault = Fault::kPeer});
       }
-      SHARDPULL_ASSIGN_OR_RETURN(
-          const std::optional<FleetMessage> message,
-          trainer_->receive_message(static_cast<std::uint64_t>(left / kNanosPerMilli) + 1));
+      const auto received = trainer_->receive_message(static_cast<std::uint64_t>(left / kNanosPerMilli) + 1);
+      if (!received.ok()) {
+        if (!outlives(received.status())) return received.status();
+        expected.erase(received.status().info().peer);
+        continue;
+      }
+      const std::optional<FleetMessage>& message = *received;
       if (!message || message->topic != kReportTopic) continue;
       SHARDPULL_ASSIGN_OR_RETURN(ProcessReport report, decode_process_report(message->body));
+      expected.erase(message->from);
       reports.insert_or_assign(message->from, std::move(report));
     }
 
@@ -163,25 +200,23 @@ class TrainerRun {
     for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
       take_memory(reports[fmt::format("trainer {}", rank)], processes);
     }
-    for (std::uint32_t id = 0; id < workers_; ++id) {
-      const ProcessReport& report = reports[fmt::format("worker {}", id)];
-      take_memory(report, processes);
-      WorkerOutcome worker{.report = {.consumer = id}, .verdict = report.verdict};
-      for (const WorkerReport& one : from.workers) {
-        if (one.consumer == id) worker.report = one;
-      }
-      outcome.workers.push_back(std::move(worker));
+    for (const WorkerReport& one : from.workers) {
+      const auto report = reports.find(fmt::format("worker {}", one.consumer));
+      if (report == reports.end()) continue;  // lost since
+      take_memory(report->second, processes);
+      outcome.workers.push_back({.report = one, .verdict = report->second.verdict});
     }
     launcher_.send({{"event", "sync"}, {"outcome", to_json(outcome)}, {"processes", std::move(processes)}});
     if (!launcher_.attached()) {
-      std::fprintf(stdout, "sync %u: version %llu, %s in %s (%s)%s\n", sync,
+      std::fprintf(stdout, "sync %u: version %llu, %s in %s (%s)%s%s\n", sync,
                    static_cast<unsigned long long>(outcome.version),
                    format_bytes(outcome.bytes_moved()).c_str(),
                    format_duration_ns(static_cast<std::int64_t>(outcome.wall_ns)).c_str(),
                    format_rate(outcome.bytes_moved(), static_cast<std::int64_t>(outcome.wall_ns)).c_str(),
                    !outcome.verified() ? ""
                    : outcome.exact()   ? ", exact"
-                                       : ", NOT exact");
+                                       : ", NOT exact",
+                   absent(outcome, from).c_str());
       std::fflush(stdout);
     }
     report_.verify = arguments_.verify;
@@ -198,6 +233,21 @@ class TrainerRun {
     }
     report_.syncs.push_back(std::move(outcome));
     return {};
+  }
+
+  // ", by 3 of 4 workers; lost: worker 3", or nothing where all of them have it.
+  std::string absent(const SyncOutcome& outcome, const SyncReport& from) const {
+    if (outcome.workers.size() == workers_) return {};
+    std::string text = fmt::format(", by {} of {} workers", outcome.workers.size(), workers_);
+    std::vector<std::string> lost;
+    for (const std::uint32_t consumer : from.lost_consumers) lost.push_back(fmt::format("worker {}", consumer));
+    for (const WorkerReport& one : from.workers) {  // committed, and was lost before it reported
+      if (std::none_of(outcome.workers.begin(), outcome.workers.end(),
+                       [&](const WorkerOutcome& each) { return each.report.consumer == one.consumer; }))
+        lost.push_back(fmt::format("worker {}", one.consumer));
+    }
+    if (!lost.empty()) text += fmt::format("; lost: {}", fmt::join(lost, ", "));
+    return text;
   }
 
   void take_memory(const ProcessReport& report, nlohmann::json& processes) {

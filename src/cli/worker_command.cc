@@ -67,7 +67,7 @@ class WorkerRun {
             launcher_.send_error(failure_);
           }
         });
-    SHARDPULL_RETURN_IF_ERROR(failure_);  // the cause; that the fleet then ended is what followed
+    if (!served.ok() || wrong_) SHARDPULL_RETURN_IF_ERROR(failure_);  // the cause; what else is said followed
     SHARDPULL_RETURN_IF_ERROR(served);
     if (!arguments_.dump.empty()) {
       SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t version, worker->version());
@@ -103,7 +103,15 @@ class WorkerRun {
 
   Status on_sync(std::uint64_t version, const Status& status, const WorkerReport& report) {
     ++syncs_;
-    SHARDPULL_RETURN_IF_ERROR(status);
+    if (!status.ok()) {
+      if (!launcher_.attached()) {
+        std::fprintf(stdout, "%s: version %llu failed: %s\n", name_.c_str(), static_cast<unsigned long long>(version),
+                     status.message().c_str());
+        std::fflush(stdout);
+      }
+      return status;
+    }
+    if (!wrong_) failure_ = {};  // a sync that failed was outlived
     if (syncs_ == 1 || names_.empty()) {
       versions_.assign(input_->metadata.size(), version);
     } else {
@@ -128,6 +136,7 @@ class WorkerRun {
                                   .error = verdict_status.message(),
                                   .parameters = verdict.ok() ? verdict->parameters : 0,
                                   .bytes = verdict.ok() ? verdict->bytes : 0};
+      wrong_ = wrong_ || !verdict_status.ok();
       if (verdict_status.ok() && arguments_.dump.empty()) poison(*model_, worker_->recording(), names_);
       malloc_trim(0);
     }
@@ -156,7 +165,8 @@ class WorkerRun {
   std::uint32_t syncs_ = 0;
   std::vector<std::uint32_t> names_;     // of the syncs after the first, ascending; empty: all
   std::vector<std::uint64_t> versions_;  // that each tensor was last sent at, by metadata index
-  Status failure_;
+  Status failure_;      // of the last sync, or the first that went wrong
+  bool wrong_ = false;  // a sync was said to be good, and its bytes are others
 };
 
 }  // namespace

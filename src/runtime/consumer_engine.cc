@@ -8,6 +8,7 @@
 #include <fmt/ranges.h>
 
 #include "base/encoder.h"
+#include "base/fault_hooks.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "plan/integrity.h"
@@ -370,6 +371,7 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
       }
       return true;
     case HotType::kReady: {
+      fault_point("worker.ready", header.sync_id);
       auto ready = decode_ready(payload, header.length);
       if (!ready.ok()) {
         reject(ready.status());
@@ -435,6 +437,7 @@ void ConsumerEngine::on_read_done(ReadToken token, const Status& status) {
     if (reads->status.ok()) reads->status = status;
     if (--reads->left != 0) return;
     copy_ns_ += static_cast<std::uint64_t>(progress_.clock().now_ns() - reads->started_ns);
+    fault_point("worker.landed", reads->sync_id);
     if (reads->status.ok() && !reads->sums.empty()) return check_direct(reads);
     return scatter_done(reads->sync_id, reads->chunk, reads->status);
   }
@@ -443,6 +446,7 @@ void ConsumerEngine::on_read_done(ReadToken token, const Status& status) {
   const Transfer transfer = found->second;
   transfers_.erase(found);
   copy_ns_ += static_cast<std::uint64_t>(progress_.clock().now_ns() - transfer.started_ns);
+  fault_point("worker.landed", transfer.sync_id);
   drive([&](std::int64_t now, ConsumerActions& out) {
     machine_.transfer_done(now, transfer.sync_id, transfer.chunk, transfer.run, status, out);
   });
@@ -483,6 +487,7 @@ void ConsumerEngine::perform(const consumer_action::SendPull& action) {
   message.attempt = action.pull.attempt;
   message.seq = action.pull.seq;
   const Status status = progress_.transport().send(endpoint_of(action.producer), message, nullptr, 0);
+  fault_point("worker.pulled", action.pull.sync_id);
   if (status.ok()) return;
   const std::uint32_t producer = action.producer;
   const PullId pull = action.pull;
@@ -517,6 +522,7 @@ void ConsumerEngine::perform(const consumer_action::StartTransfer& action) {
   }
   std::byte* const local = receive_ring_.data() + action.slot * plan_->receive_slot_bytes + run.offset;
   progress_.transport().read(endpoint, action.ready.entries[0].where, local, token);
+  fault_point("worker.transferring", machine_.sync_id());
 }
 
 void ConsumerEngine::run_fills(const PreparedChunk& chunk) const {
@@ -555,6 +561,7 @@ Status ConsumerEngine::check_key(const Chunk& chunk, const PreparedCopy& copy, c
 }
 
 void ConsumerEngine::scatter_done(std::uint64_t sync_id, std::uint32_t chunk_id, const Status& status) {
+  fault_point("worker.scattered", sync_id);
   drive([&](std::int64_t now, ConsumerActions& out) {
     machine_.scatter_done(now, sync_id, chunk_id, status, out);
   });
@@ -667,12 +674,14 @@ void ConsumerEngine::copy_mapped(std::uint32_t chunk_id, std::vector<std::vector
                 sums = std::move(sums), plan = running_] {
     PreparedChunk& prepared = plan->chunks[chunk_id];
     const std::int64_t started = progress_.clock().now_ns();
+    fault_point("worker.transferring", sync_id);
     run_fills(prepared);
     Status status;
     std::int64_t held = -1;
     for (std::size_t c = 0; c < prepared.copies.size() && status.ok(); ++c)
       status = copy_one(prepared, c, sources, sums, held);
     const std::int64_t ended = progress_.clock().now_ns();
+    fault_point("worker.landed", sync_id);
     if (status.ok()) progress_.transport().add_mapped_bytes(prepared.key_bytes);
     progress_.post([this, sync_id, chunk_id, status, busy = ended - started] {
       copy_ns_ += static_cast<std::uint64_t>(busy);
@@ -759,6 +768,7 @@ void ConsumerEngine::start_reads(std::uint32_t chunk_id, std::vector<std::vector
     }
     progress_.transport().read_parts(endpoint, std::move(by_run[r]), token);
   }
+  fault_point("worker.transferring", machine_.sync_id());
 }
 
 void ConsumerEngine::check_direct(const std::shared_ptr<DirectReads>& reads) {

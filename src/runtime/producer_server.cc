@@ -7,6 +7,7 @@
 
 #include "base/checked.h"
 #include "base/encoder.h"
+#include "base/fault_hooks.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
@@ -100,6 +101,7 @@ Status ProducerServer::begin_sync(std::uint64_t sync_id, std::uint64_t version,
   data_.clear();
   names_of_group_.clear();
   packs_done_ = packed_bytes_ = 0;
+  running_sync_ = sync_id;
   // Those of pulls that no table has any more: of another set of names.
   std::erase_if(programs_, [](const auto& each) { return each.second.pull.use_count() <= 1; });
   drive([&](std::int64_t now, ProducerActions& out) {
@@ -390,7 +392,8 @@ void ProducerServer::perform(producer_action::Pack& action) {
   packed_bytes_ += action.pull->bytes;
   // `ring.memory` is held until the pack has ended: a ring that grows meanwhile is another one.
   packs_.post([this, ticket, pull = action.pull, source = std::move(*source), slot, memory = ring.memory,
-               summed = action.summed] {
+               summed = action.summed, sync_id = running_sync_] {
+    fault_point("rank.packing", sync_id);
     std::vector<std::uint64_t> sums;
     for (std::size_t i = 0; i < pull->keys.size(); ++i) {
       std::byte* const packed = slot + pull->keys[i].offset;

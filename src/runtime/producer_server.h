@@ -146,7 +146,7 @@ class ProducerServer {
       data_;  // (name, piece) of published, unfreed groups
   std::map<std::uint32_t, std::vector<std::pair<std::uint32_t, std::uint32_t>>> names_of_group_;
   std::unordered_map<const PullDescription*, PreparedPack> programs_;
-  std::uint64_t ring_bytes_ = 0, packs_done_ = 0, packed_bytes_ = 0;
+  std::uint64_t ring_bytes_ = 0, packs_done_ = 0, packed_bytes_ = 0, running_sync_ = 0;
   std::vector<std::byte> shuffled_key_;  // the pack thread's: a key that is summed and lies in another order
   std::atomic<std::uint64_t> window_bytes_{0};  // of shuffled_key_
   JobThreads packs_;

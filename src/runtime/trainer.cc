@@ -17,6 +17,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "base/fault_hooks.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "control/grpc/grpc_control.h"
@@ -120,6 +121,8 @@ struct Trainer::Impl final : TransportSink {
   Status join(WeightSource& source);
   Status wait_for_workers();
   Result<SyncReport> send_weights(std::uint64_t version, const SendOptions& send);
+  // Sender: opens a sync over the whole replicas, once there is one.
+  Status open_sync(std::uint64_t version, const NameSet& names);
   Status wait_for_open(std::uint64_t version, SyncOpen& open);
   // What `open` asks for, against what this rank's caller does.
   Status check_open(const SyncOpen& open, std::uint64_t version, const NameSet& names) const;
@@ -127,6 +130,9 @@ struct Trainer::Impl final : TransportSink {
   std::string names_text(const NameSet& names) const;
   // The ready workers whose whole replica is ready, ascending: the live set. On the progress thread.
   std::vector<std::uint32_t> whole_replicas() const;
+  // "worker 1, worker 3": those that are not ready; with why the last one of them was lost. On the progress
+  // thread.
+  std::string missing_workers() const;
   Status gather_loop(const SyncOpen& open);
   Status take_group(GroupStream& stream, std::uint32_t group);
   // What allocate() gave out and somebody still owns, ascending by address.
@@ -204,6 +210,7 @@ struct Trainer::Impl final : TransportSink {
   std::set<std::uint32_t> joined_workers SHARDPULL_GUARDED_BY(mutex);  // sender
   std::optional<Status> table_status SHARDPULL_GUARDED_BY(mutex);
   std::map<std::uint32_t, InitDone> workers_done SHARDPULL_GUARDED_BY(mutex);
+  std::uint64_t times_joined SHARDPULL_GUARDED_BY(mutex) = 0;  // sender: workers that became ready
   std::optional<Status> init_failure
       SHARDPULL_GUARDED_BY(mutex);                             // sender: a member lost before init was over
   std::optional<SyncOpen> opened SHARDPULL_GUARDED_BY(mutex);  // not yet taken by send_weights
@@ -547,9 +554,13 @@ void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitReques
 
 void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
   if (done.status.ok()) ready_workers.insert(consumer);
-  MutexLock lock(mutex);
-  workers_done[consumer] = done;
-  wake.notify_all();
+  {
+    MutexLock lock(mutex);
+    workers_done[consumer] = done;
+    if (done.status.ok()) ++times_joined;
+    wake.notify_all();
+  }
+  fault_point("sender.joined", 0);
 }
 
 // ---- control events
@@ -715,17 +726,23 @@ void Trainer::Impl::perform(const SenderAction& action) {
   const std::uint64_t sync_id = report.sync_id;
   if (const auto* open = std::get_if<sender_action::OpenSync>(&action)) {
     send({Role::kTrainer, open->rank}, SyncOpen{sync_id, report.version, live, sync_names});
+    fault_point("sender.opened", sync_id);
   } else if (const auto* start = std::get_if<sender_action::StartUpdate>(&action)) {
     send({Role::kWorker, start->consumer}, StartUpdate{sync_id, report.version, sync_names});
+    fault_point("sender.starting", sync_id);
   } else if (const auto* update = std::get_if<sender_action::Update>(&action)) {
     send({Role::kWorker, update->consumer}, Update{sync_id});
+    fault_point("sender.updating", sync_id);
   } else if (const auto* finish = std::get_if<sender_action::Finish>(&action)) {
+    fault_point("sender.prepared", sync_id);
     send({Role::kWorker, finish->consumer}, Finish{sync_id});
+    fault_point("sender.finishing", sync_id);
   } else if (const auto* fail = std::get_if<sender_action::FailRank>(&action)) {
     send({Role::kTrainer, fail->rank}, SyncFailed{sync_id, fail->status});
   } else if (const auto* fail = std::get_if<sender_action::FailConsumer>(&action)) {
     send({Role::kWorker, fail->consumer}, SyncFailed{sync_id, fail->status});
   } else if (const auto* close = std::get_if<sender_action::CloseSync>(&action)) {
+    fault_point("sender.closing", sync_id);
     send({Role::kTrainer, close->rank}, SyncClosed{sync_id, close->status});
   } else if (const auto* done = std::get_if<sender_action::SyncDone>(&action)) {
     report.lost_consumers = done->lost_consumers;
@@ -745,6 +762,52 @@ std::vector<std::uint32_t> Trainer::Impl::whole_replicas() const {
       whole.insert(whole.end(), from, to);
   }
   return whole;
+}
+
+std::string Trainer::Impl::missing_workers() const {
+  std::string missing;
+  for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker) {
+    if (ready_workers.count(worker) == 0) missing += fmt::format("{}worker {}", missing.empty() ? "" : ", ", worker);
+  }
+  return last_loss.ok() ? missing : fmt::format("{} ({})", missing, last_loss.message());
+}
+
+Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
+  const std::int64_t deadline =
+      clock.now_ns() + static_cast<std::int64_t>(options.fleet.connect_timeout_ms) * kNanosPerMilli;
+  fault_point("sender.sending", 0);
+  for (;;) {
+    std::uint64_t joined = 0;
+    {
+      MutexLock lock(mutex);
+      joined = times_joined;
+    }
+    Status status;
+    std::string missing;
+    progress->run([&] {
+      live = whole_replicas();
+      missing = missing_workers();
+      if (live.empty()) return;
+      report = {};
+      report.sync_id = ++last_sync_id;
+      report.version = version;
+      sync_names = names;
+      drive_sender([&](std::int64_t now, SenderActions& out) {
+        status = sync->begin(now, report.sync_id, live, out);
+      });
+      if (live.size() < options.num_consumers) {
+        log_warn("sync {} runs with {} of {} workers, without the replicas of {}", report.sync_id, live.size(),
+                 options.num_consumers, missing);
+      }
+    });
+    if (!live.empty()) return status;
+    // Its workers were lost: one that is started again may be on its way.
+    const std::int64_t left = std::max<std::int64_t>(0, deadline - clock.now_ns());
+    status = wait_for([&]() SHARDPULL_REQUIRES(mutex) { return times_joined != joined; },
+                      static_cast<std::uint64_t>(left / kNanosPerMilli),
+                      [&] { return fmt::format("a whole replica: {} missing", missing); });
+    if (!status.ok()) return status;
+  }
 }
 
 Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
@@ -805,26 +868,9 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version, const Send
     MutexLock lock(mutex);
     work.clear();
   }
-  Status status;
-  if (sender) {
-    progress->run([&] {
-      live = whole_replicas();
-      if (live.empty() && !last_loss.ok()) {
-        status = last_loss.with_context("no whole replica is left");
-        return;
-      }
-      report = {};
-      report.sync_id = ++last_sync_id;
-      report.version = version;
-      sync_names = names;
-      drive_sender([&](std::int64_t now, SenderActions& out) {
-        status = sync->begin(now, report.sync_id, live, out);
-      });
-    });
-    SHARDPULL_RETURN_IF_ERROR(status);
-  }
+  if (sender) SHARDPULL_RETURN_IF_ERROR(open_sync(version, names));
   SyncOpen open;
-  status = wait_for_open(version, open);
+  Status status = wait_for_open(version, open);
   if (!status.ok()) return status;
   status = check_open(open, version, names);
   placer.begin_sync(std::move(names));
@@ -839,6 +885,7 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version, const Send
   });
   send(kSender, RankEnded{open.sync_id, status, mine.export_ns, mine.export_bytes, mine.peak_resident_bytes,
                           mine.packs, mine.packed_bytes});
+  fault_point("rank.ended", open.sync_id);
   // No limit of its own: the other ranks may take long. The sender bounds every step of the sync and its loss
   // ends the fleet.
   const Status verdict = wait_for(
@@ -854,6 +901,12 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version, const Send
   SHARDPULL_RETURN_IF_ERROR(status);
   if (sender) {
     progress->run([&] { result = report; });
+    std::erase_if(result.workers, [&](const WorkerReport& each) {  // prepared, and did not live to commit
+      const auto is_in = [&](const std::vector<std::uint32_t>& gone) {
+        return std::find(gone.begin(), gone.end(), each.consumer) != gone.end();
+      };
+      return is_in(result.lost_consumers) || is_in(result.dropped_consumers);
+    });
     const auto by_id = [](const auto& a, const auto& b) { return a < b; };
     std::sort(result.workers.begin(), result.workers.end(),
               [&](const WorkerReport& a, const WorkerReport& b) { return by_id(a.consumer, b.consumer); });
@@ -903,6 +956,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
     }
   });
   SHARDPULL_RETURN_IF_ERROR(status);
+  fault_point("rank.begun", open.sync_id);
 
   // Fails the sync here and everywhere; the machine then ends the loop with RankDone.
   const auto give_up = [&](const Status& why) {
@@ -934,6 +988,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
     }
     if (const auto* ask = std::get_if<trainer_action::AskSource>(&*action)) {
       const Status taken = take_group(*groups_stream, ask->group);
+      fault_point("rank.published", open.sync_id);
       if (!taken.ok()) give_up(taken);
     } else if (std::holds_alternative<trainer_action::AskEnd>(*action)) {
       const Status at_end = expect_end(*groups_stream);

@@ -15,6 +15,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "base/fault_hooks.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "control/grpc/grpc_control.h"
@@ -280,11 +281,13 @@ Status Worker::Impl::make_plan() {
     message.bytes_kept = current_plan->bytes_kept;
     message.padding_bytes = padding_bytes(*current_plan);
     send(kSender, std::move(message));
+    if (status.ok()) fault_point("worker.prepared", sync_id);
     if (!status.ok()) deliver(sync_id, status);
   };
   hooks.finish_done = [this](std::uint64_t sync_id, const Status& status) {
     if (status.ok()) version_guard.fetch_add(1);
     send(kSender, Finished{sync_id, status});
+    if (status.ok()) fault_point("worker.committed", sync_id);
     deliver(sync_id, status);
   };
   hooks.report_failure = [this](std::uint64_t sync_id, const Status& status) {
@@ -384,6 +387,7 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
                      {.reason = Reason::kWrongState});
     if (!status.ok()) send(kSender, Prepared{.sync_id = message->sync_id, .status = status});
   } else if (auto* message = std::get_if<Finish>(&body)) {
+    fault_point("worker.committing", message->sync_id);
     const Status status = engine->finish_update(message->sync_id);
     if (!status.ok()) send(kSender, Finished{message->sync_id, status});
   } else if (auto* message = std::get_if<SyncFailed>(&body)) {
@@ -428,6 +432,7 @@ void Worker::Impl::start_update(const StartUpdate& message) {
     push_result(message.version, status, {.consumer = options.consumer, .bytes_kept = plan->bytes_kept});
   }
   send(kSender, UpdateStarted{message.sync_id, status});
+  fault_point("worker.started", message.sync_id);
 }
 
 void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
