@@ -4,9 +4,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/clock.h"
+#include "base/clock_offset.h"
 #include "base/identity.h"
 #include "control/messages.h"
 #include "shardpull/status.h"
@@ -46,6 +48,13 @@ class Control {
   // Queues `body` for `to`; never blocks; thread-safe. UNAVAILABLE when the link is down or `to` is not known
   // to be up (the hub knows; a link learns it by a later on_member_lost). A member may send to itself.
   virtual Status send(const Member& to, ControlBody body) = 0;
+  // How `member`'s clock stands to this process's, by the heartbeats of their link; its own is no different.
+  // Nothing for a member without a link of its own to here, or whose first heartbeat has not come back yet,
+  // and always where a channel has no heartbeats, as all its members have one clock. Thread-safe.
+  virtual std::optional<ClockOffset> clock_offset(const Member& member) {
+    (void)member;
+    return std::nullopt;
+  }
   // Sends what is queued (bounded, 2 s), closes, joins the threads; no callback runs after it returns.
   // Idempotent.
   virtual void shutdown() = 0;

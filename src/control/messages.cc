@@ -26,6 +26,7 @@ struct NameOf {
   std::string_view operator()(const SyncFailed&) const { return "SyncFailed"; }
   std::string_view operator()(const Shutdown&) const { return "Shutdown"; }
   std::string_view operator()(const UserMessage&) const { return "UserMessage"; }
+  std::string_view operator()(const TimelineReport&) const { return "TimelineReport"; }
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/identity.h"
+#include "shardpull/fleet.h"
 #include "shardpull/status.h"
 
 namespace shardpull {
@@ -59,6 +60,7 @@ struct SyncOpen {
   std::uint64_t sync_id = 0, version = 0;
   std::vector<std::uint32_t> live_consumers;  // ascending
   std::vector<std::uint8_t> names;            // bitmask over metadata order; empty = all
+  bool trace = false;                         // TimelineReport is wanted
 };
 // trainer R -> sender: its producer has begun the sync.
 struct SyncBegan {
@@ -68,6 +70,7 @@ struct SyncBegan {
 struct StartUpdate {
   std::uint64_t sync_id = 0, version = 0;
   std::vector<std::uint8_t> names;
+  bool trace = false;  // TimelineReport is wanted
 };
 struct UpdateStarted {
   std::uint64_t sync_id = 0;
@@ -93,6 +96,10 @@ struct Finish {
 struct Finished {
   std::uint64_t sync_id = 0;
   Status status;
+  std::uint64_t commit_ns = 0;         // duration of the commit
+  std::vector<PhaseTime> phases = {};  // of update and commit
+  std::uint32_t waited_for = 0;        // as WorkerReport
+  std::uint64_t waited_ns = 0;
 };
 // worker -> trainer R: free signals for producers it has no hot endpoint to.
 struct FreeGroups {
@@ -111,6 +118,8 @@ struct RankEnded {
   std::uint64_t export_bytes = 0;
   std::uint64_t peak_resident_bytes = 0;
   std::uint64_t packs = 0, packed_bytes = 0;  // pulls packed into serve slots
+  std::uint64_t wall_ns = 0;                  // as RankReport
+  std::vector<PhaseTime> phases = {};
 };
 // sender -> trainer R: everybody committed; send_weights may return.
 struct SyncClosed {
@@ -127,6 +136,11 @@ struct Shutdown {
   std::string reason;
   Status status;
 };
+// anybody -> sender, where the sync's opening asked for it: what happened when, once the sync is over there.
+struct TimelineReport {
+  std::uint64_t sync_id = 0;
+  std::vector<std::byte> timeline;  // observe: encoded Timeline
+};
 // worker -> sender or back: free for the program on top (the CLI's verify results and barriers). At most 1
 // MiB.
 struct UserMessage {
@@ -134,10 +148,10 @@ struct UserMessage {
   std::string body;
 };
 
-using ControlBody =
-    std::variant<TrainerJoin, TrainerTable, InitRequest, InitPayload, InitDone, Reserve, ReserveReply,
-                 SyncOpen, StartUpdate, UpdateStarted, Update, Prepared, Finish, Finished, FreeGroups,
-                 FreeAck, RankEnded, SyncClosed, SyncFailed, Shutdown, UserMessage, SyncBegan>;
+using ControlBody = std::variant<TrainerJoin, TrainerTable, InitRequest, InitPayload, InitDone, Reserve,
+                                 ReserveReply, SyncOpen, StartUpdate, UpdateStarted, Update, Prepared, Finish,
+                                 Finished, FreeGroups, FreeAck, RankEnded, SyncClosed, SyncFailed, Shutdown,
+                                 UserMessage, SyncBegan, TimelineReport>;
 std::string_view name_of(const ControlBody& body);  // "Reserve"
 
 }  // namespace shardpull

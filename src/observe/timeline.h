@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock_offset.h"
 #include "base/identity.h"
 #include "observe/charge.h"
 #include "observe/span.h"
@@ -32,18 +33,11 @@ Timeline make_timeline(std::vector<Window> windows, std::vector<Span> spans, std
 std::vector<std::byte> encode_timeline(const Timeline& timeline);
 Result<Timeline> decode_timeline(std::span<const std::byte> bytes);
 
-// How a process's clock stands to the sender's: sender's = its own + offset, within `error_ns` either way.
-struct ClockOffset {
-  std::int64_t offset_ns = 0;
-  std::int64_t error_ns = 0;
-  friend bool operator==(const ClockOffset&, const ClockOffset&) = default;
-};
-
 // A process's part of a fleet's sync. Times are its own.
 struct ProcessTimeline {
   Member member;
   Timeline timeline;
-  std::optional<ClockOffset> clock;  // nothing: not known, taken for the sender's
+  std::optional<ClockOffset> clock;  // to the sender's; nothing: not known, taken for the same
 };
 
 // One sync of a fleet, for a trace.

@@ -28,11 +28,31 @@ bool ascends(const std::vector<std::uint32_t>& values) {
   return std::adjacent_find(values.begin(), values.end(), std::greater_equal<>()) == values.end();
 }
 
+std::vector<PhaseTime> to_phases(const google::protobuf::RepeatedPtrField<v1::PhaseTime>& phases) {
+  std::vector<PhaseTime> out;
+  for (const v1::PhaseTime& each : phases) {
+    const bool known = each.phase() <= static_cast<std::uint32_t>(Phase::kEngine);
+    out.push_back({known ? static_cast<Phase>(each.phase()) : Phase::kEngine, each.charged_ns(),
+                   each.active_ns(), each.count()});
+  }
+  return out;
+}
+
 // One overload per body, in the order of the struct's fields.
 struct Writer {
   v1::Routed& out;
 
   void status(v1::Error* error, const Status& value) const { *error = to_wire(value); }
+  void phases(google::protobuf::RepeatedPtrField<v1::PhaseTime>& to,
+              const std::vector<PhaseTime>& phases) const {
+    for (const PhaseTime& each : phases) {
+      v1::PhaseTime& w = *to.Add();
+      w.set_phase(static_cast<std::uint32_t>(each.phase));
+      w.set_charged_ns(each.charged_ns);
+      w.set_active_ns(each.active_ns);
+      w.set_count(each.count);
+    }
+  }
 
   void operator()(const TrainerJoin& m) const {
     v1::TrainerJoin& w = *out.mutable_trainer_join();
@@ -80,6 +100,7 @@ struct Writer {
     w.set_version(m.version);
     w.mutable_live_consumers()->Assign(m.live_consumers.begin(), m.live_consumers.end());
     w.set_names(to_text(m.names));
+    w.set_trace(m.trace);
   }
   void operator()(const SyncBegan& m) const { out.mutable_sync_began()->set_sync_id(m.sync_id); }
   void operator()(const StartUpdate& m) const {
@@ -87,6 +108,7 @@ struct Writer {
     w.set_sync_id(m.sync_id);
     w.set_version(m.version);
     w.set_names(to_text(m.names));
+    w.set_trace(m.trace);
   }
   void operator()(const UpdateStarted& m) const {
     v1::UpdateStarted& w = *out.mutable_update_started();
@@ -109,6 +131,10 @@ struct Writer {
     v1::Finished& w = *out.mutable_finished();
     w.set_sync_id(m.sync_id);
     status(w.mutable_status(), m.status);
+    w.set_commit_ns(m.commit_ns);
+    phases(*w.mutable_phases(), m.phases);
+    w.set_waited_for(m.waited_for);
+    w.set_waited_ns(m.waited_ns);
   }
   void operator()(const FreeGroups& m) const {
     v1::FreeGroups& w = *out.mutable_free_groups();
@@ -129,6 +155,8 @@ struct Writer {
     w.set_peak_resident_bytes(m.peak_resident_bytes);
     w.set_packs(m.packs);
     w.set_packed_bytes(m.packed_bytes);
+    w.set_wall_ns(m.wall_ns);
+    phases(*w.mutable_phases(), m.phases);
   }
   void operator()(const SyncClosed& m) const {
     v1::SyncClosed& w = *out.mutable_sync_closed();
@@ -144,6 +172,11 @@ struct Writer {
     v1::Shutdown& w = *out.mutable_shutdown();
     w.set_reason(m.reason);
     status(w.mutable_status(), m.status);
+  }
+  void operator()(const TimelineReport& m) const {
+    v1::TimelineReport& w = *out.mutable_timeline_report();
+    w.set_sync_id(m.sync_id);
+    w.set_timeline(to_text(m.timeline));
   }
   void operator()(const UserMessage& m) const {
     v1::UserMessage& w = *out.mutable_user_message();
@@ -257,7 +290,8 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
       SyncOpen out{.sync_id = w.sync_id(),
                    .version = w.version(),
                    .live_consumers = to_list(w.live_consumers()),
-                   .names = to_vector<std::uint8_t>(w.names())};
+                   .names = to_vector<std::uint8_t>(w.names()),
+                   .trace = w.trace()};
       if (!ascends(out.live_consumers)) return malformed("SyncOpen", "live consumers that do not ascend");
       return ControlBody(std::move(out));
     }
@@ -265,8 +299,10 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
       return ControlBody(SyncBegan{.sync_id = routed.sync_began().sync_id()});
     case R::kStartUpdate: {
       const v1::StartUpdate& w = routed.start_update();
-      return ControlBody(StartUpdate{
-          .sync_id = w.sync_id(), .version = w.version(), .names = to_vector<std::uint8_t>(w.names())});
+      return ControlBody(StartUpdate{.sync_id = w.sync_id(),
+                                     .version = w.version(),
+                                     .names = to_vector<std::uint8_t>(w.names()),
+                                     .trace = w.trace()});
     }
     case R::kUpdateStarted: {
       const v1::UpdateStarted& w = routed.update_started();
@@ -288,7 +324,12 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
       return ControlBody(Finish{.sync_id = routed.finish().sync_id()});
     case R::kFinished: {
       const v1::Finished& w = routed.finished();
-      return ControlBody(Finished{.sync_id = w.sync_id(), .status = from_wire(w.status())});
+      return ControlBody(Finished{.sync_id = w.sync_id(),
+                                  .status = from_wire(w.status()),
+                                  .commit_ns = w.commit_ns(),
+                                  .phases = to_phases(w.phases()),
+                                  .waited_for = w.waited_for(),
+                                  .waited_ns = w.waited_ns()});
     }
     case R::kFreeGroups: {
       const v1::FreeGroups& w = routed.free_groups();
@@ -306,7 +347,9 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
                                    .export_bytes = w.export_bytes(),
                                    .peak_resident_bytes = w.peak_resident_bytes(),
                                    .packs = w.packs(),
-                                   .packed_bytes = w.packed_bytes()});
+                                   .packed_bytes = w.packed_bytes(),
+                                   .wall_ns = w.wall_ns(),
+                                   .phases = to_phases(w.phases())});
     }
     case R::kSyncClosed: {
       const v1::SyncClosed& w = routed.sync_closed();
@@ -319,6 +362,11 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
     case R::kShutdown: {
       const v1::Shutdown& w = routed.shutdown();
       return ControlBody(Shutdown{.reason = w.reason(), .status = from_wire(w.status())});
+    }
+    case R::kTimelineReport: {
+      const v1::TimelineReport& w = routed.timeline_report();
+      return ControlBody(
+          TimelineReport{.sync_id = w.sync_id(), .timeline = to_vector<std::byte>(w.timeline())});
     }
     case R::kUserMessage:
       return ControlBody(UserMessage{.topic = std::move(*routed.mutable_user_message()->mutable_topic()),

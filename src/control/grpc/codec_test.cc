@@ -45,8 +45,9 @@ std::vector<ControlBody> samples() {
               .digest_high = 1,
               .pulls = some_bytes()},
       ReserveReply{.status = some_error()},
-      SyncOpen{.sync_id = 5, .version = 6, .live_consumers = {0, 2, 65535}, .names = {1, 0, 255}},
-      StartUpdate{.sync_id = 7, .version = 8, .names = {9}},
+      SyncOpen{
+          .sync_id = 5, .version = 6, .live_consumers = {0, 2, 65535}, .names = {1, 0, 255}, .trace = true},
+      StartUpdate{.sync_id = 7, .version = 8, .names = {9}, .trace = true},
       UpdateStarted{.sync_id = 10, .status = some_error()},
       Update{.sync_id = 11},
       Prepared{.sync_id = 12,
@@ -57,7 +58,12 @@ std::vector<ControlBody> samples() {
                .bytes_kept = 16,
                .padding_bytes = 17},
       Finish{.sync_id = 16},
-      Finished{.sync_id = 17, .status = some_error()},
+      Finished{.sync_id = 17,
+               .status = some_error(),
+               .commit_ns = 18,
+               .phases = {{Phase::kScatter, 19, 20, 21}, {Phase::kEngine, 22, 23, 24}},
+               .waited_for = 25,
+               .waited_ns = 26},
       FreeGroups{.sync_id = 18, .groups = {3, 1, 2}},
       FreeAck{.sync_id = 19, .groups = {}},
       RankEnded{.sync_id = 20,
@@ -66,12 +72,15 @@ std::vector<ControlBody> samples() {
                 .export_bytes = 22,
                 .peak_resident_bytes = 23,
                 .packs = 24,
-                .packed_bytes = 25},
+                .packed_bytes = 25,
+                .wall_ns = 26,
+                .phases = {{Phase::kSource, 27, 28, 29}}},
       SyncClosed{.sync_id = 24, .status = some_error()},
       SyncFailed{.sync_id = 25, .status = some_error()},
       Shutdown{.reason = "done", .status = some_error()},
       UserMessage{.topic = "verify", .body = std::string("\0\xff", 2)},
       SyncBegan{.sync_id = 26},
+      TimelineReport{.sync_id = 27, .timeline = some_bytes()},
   };
 }
 
@@ -111,6 +120,11 @@ TEST(ControlCodec, EveryBodyRoundTrips) {
   EXPECT_TRUE(prepared.status.info().retryable);
   EXPECT_EQ(prepared.status.info().peer, "worker 3");
   EXPECT_EQ(prepared.status.info().tensor, "a.b");
+  to_wire(samples()[13], routed);
+  const auto finished = std::get<Finished>(*from_wire(std::move(routed)));
+  EXPECT_EQ(finished.commit_ns, 18u);
+  EXPECT_EQ(finished.phases,
+            (std::vector<PhaseTime>{{Phase::kScatter, 19, 20, 21}, {Phase::kEngine, 22, 23, 24}}));
 }
 
 TEST(ControlCodec, SuccessTravels) {
@@ -125,6 +139,15 @@ TEST(ControlCodec, RefusesWhatItDoesNotKnow) {
   v1::Routed routed;
   to_wire(SyncOpen{.sync_id = 1, .version = 1, .live_consumers = {2, 2}, .names = {}}, routed);
   EXPECT_EQ(from_wire(std::move(routed)).status().code(), StatusCode::kInvalidArgument);
+}
+
+// Goal: a phase of a later build counts as none of those this build knows.
+TEST(ControlCodec, APhaseItDoesNotKnowIsTheEngines) {
+  v1::Routed routed;
+  to_wire(Finished{.sync_id = 1, .status = {}, .phases = {{Phase::kScatter, 1, 2, 3}}}, routed);
+  routed.mutable_finished()->mutable_phases(0)->set_phase(999);
+  const auto finished = std::get<Finished>(*from_wire(std::move(routed)));
+  EXPECT_EQ(finished.phases, (std::vector<PhaseTime>{{Phase::kEngine, 1, 2, 3}}));
 }
 
 // Goal: mutated bytes either do not parse, or decode to something that can be written again.

@@ -15,6 +15,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,6 +24,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include "base/clock.h"
+#include "base/clock_offset.h"
 #include "base/host_port.h"
 #include "base/identity.h"
 #include "base/mutex.h"
@@ -89,6 +91,19 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
     start_next();
   }
 
+  // Sends a heartbeat ahead of its time, so that the two clocks are soon compared: the first that a side
+  // receives it answers at once.
+  void greet() {
+    MutexLock lock(mutex_);
+    send_beat();
+  }
+
+  // How the peer's clock stands to ours, by the heartbeats so far.
+  std::optional<ClockOffset> clock_offset(std::int64_t now_ns) {
+    MutexLock lock(mutex_);
+    return comparison_.at(now_ns);
+  }
+
   // Once per heartbeat: sends one, and says whether the peer has been silent for `dead_after_ns` AND for as
   // many beats as fit in it, so that a process which was itself stopped does not take its peers for dead.
   bool beat(std::int64_t now_ns, std::int64_t heartbeat_ns, std::int64_t dead_after_ns) {
@@ -101,10 +116,7 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
       ++silent_beats_;
     }
     heard_ = false;
-    if (!ending_) {
-      beat_due_ = true;
-      start_next();
-    }
+    send_beat();
     return now_ns - heard_ns_ >= dead_after_ns && silent_beats_ * heartbeat_ns >= dead_after_ns;
   }
 
@@ -157,7 +169,7 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
       handling_ = true;  // joining a large frame takes a while
     }
     const bool is_beat = incoming_.kind_case() == v1::Frame::kHeartbeat;
-    const std::int64_t beat_sent_ns = incoming_.heartbeat().sent_ns();
+    const v1::Heartbeat beat = incoming_.heartbeat();
     const bool is_whole = !is_beat && (incoming_.kind_case() != v1::Frame::kPart || join_part());
     if (is_whole) {
       // Posted before the next read starts, whose reaction may run on another thread.
@@ -172,8 +184,12 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
     heard_ = true;
     heard_ns_ = now_ns;
     if (is_beat) {
-      peer_beat_sent_ns_ = beat_sent_ns;
+      const bool first = peer_beat_received_ns_ == 0;
+      peer_beat_sent_ns_ = beat.sent_ns();
       peer_beat_received_ns_ = now_ns;
+      if (beat.echo_received_ns() != 0)
+        comparison_.add(beat.echo_sent_ns(), beat.echo_received_ns(), beat.sent_ns(), now_ns);
+      if (first) send_beat();
     }
     if (is_whole) ++undelivered_;
     handling_ = false;
@@ -219,6 +235,12 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
       drop_queue();
       on_write_failed();
     }
+  }
+
+  void send_beat() SHARDPULL_REQUIRES(mutex_) {
+    if (closed_ || ending_) return;
+    beat_due_ = true;
+    start_next();
   }
 
   void delivered() {
@@ -286,7 +308,8 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
   std::int64_t heard_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   std::int64_t silent_beats_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   std::int64_t peer_beat_sent_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;
-  std::int64_t peer_beat_received_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;
+  std::int64_t peer_beat_received_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;  // 0: none yet
+  ClockComparison comparison_ SHARDPULL_GUARDED_BY(mutex_);
 };
 
 // The address of a hub as gRPC takes it. Long or oddly spelled paths work: the name that gRPC sees is

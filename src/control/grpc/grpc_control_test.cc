@@ -360,6 +360,36 @@ TEST(GrpcControl, RefusesOtherVersionsNamingBoth) {
   set_log_level(LogLevel::kWarn);
 }
 
+// Goal: hub and link know how their clocks stand to each other as soon as two messages have gone there and
+// back, long before a heartbeat is due; and nobody claims to know others'.
+TEST(GrpcControl, ComparesClocksAsALinkComesUp) {
+  RunDirectory directory;
+  Recorder at_hub, at_worker;
+  const auto patient = [&](const Member& self, Incarnation incarnation) {
+    ControlOptions options = options_for(directory, self, incarnation);
+    options.heartbeat_ns = 3600 * kNanosPerSecond;
+    options.dead_after_ns = 7200 * kNanosPerSecond;
+    return options;
+  };
+  const auto hub = hub_at(patient(kSender, 1), at_hub);
+  const auto worker = link_at(patient(kWorker0, 2), at_worker);
+  for (std::size_t round = 1; round <= 2; ++round) {
+    ASSERT_TRUE(worker->send(kSender, note("there")).ok());
+    ASSERT_TRUE(at_hub.wait_count(Event::kMessage, kWorker0, round));
+    ASSERT_TRUE(hub->send(kWorker0, note("and back")).ok());
+    ASSERT_TRUE(at_worker.wait_count(Event::kMessage, kSender, round));
+  }
+  for (const auto& found : {hub->clock_offset(kWorker0), worker->clock_offset(kSender)}) {
+    ASSERT_TRUE(found.has_value());
+    EXPECT_LE(std::abs(found->offset_ns), found->error_ns);  // both clocks are this process's
+    EXPECT_LT(found->error_ns, kPatience);
+  }
+  EXPECT_EQ(hub->clock_offset(kSender), ClockOffset());
+  EXPECT_EQ(worker->clock_offset(kWorker0), ClockOffset());
+  EXPECT_FALSE(hub->clock_offset(kWorker1));
+  EXPECT_FALSE(worker->clock_offset(kWorker1));
+}
+
 // Goal: frames that make no sense end that link only.
 TEST(GrpcControl, EndsLinksThatSendNonsense) {
   set_log_level(LogLevel::kOff);

@@ -106,6 +106,7 @@ class GrpcHub final : public Control, private v1::Control::CallbackService {
 
   Status start();
   Status send(const Member& to, ControlBody body) override;
+  std::optional<ClockOffset> clock_offset(const Member& member) override;
   void shutdown() override;
 
  private:
@@ -139,8 +140,8 @@ class GrpcHub final : public Control, private v1::Control::CallbackService {
   std::atomic<bool> closing_{false};
 
   Mutex mutex_;
-  std::set<StreamPtr> streams_ SHARDPULL_GUARDED_BY(mutex_);             // every call that has not ended
-  std::map<Member, Incarnation> known_up_ SHARDPULL_GUARDED_BY(mutex_);  // members_, for send()
+  std::set<StreamPtr> streams_ SHARDPULL_GUARDED_BY(mutex_);    // every call that has not ended
+  std::map<Member, Up> known_up_ SHARDPULL_GUARDED_BY(mutex_);  // members_, for other threads
 
   // The dispatcher's:
   std::map<Member, Up> members_;
@@ -265,7 +266,7 @@ Status GrpcHub::send(const Member& to, ControlBody body) {
     MutexLock lock(mutex_);
     const auto up = known_up_.find(to);
     if (up == known_up_.end()) return member_gone(to, "it is not connected to the hub");
-    routed.set_to_incarnation(up->second);
+    routed.set_to_incarnation(up->second.incarnation);
   }
   *routed.mutable_to() = to_wire(to);
   to_wire(body, routed);
@@ -274,6 +275,18 @@ Status GrpcHub::send(const Member& to, ControlBody body) {
     route(std::move(*routed), options_.self, options_.incarnation, nullptr);
   });
   return {};
+}
+
+std::optional<ClockOffset> GrpcHub::clock_offset(const Member& member) {
+  if (member == options_.self) return ClockOffset();
+  StreamPtr stream;
+  {
+    MutexLock lock(mutex_);
+    const auto up = known_up_.find(member);
+    if (up == known_up_.end()) return std::nullopt;
+    stream = up->second.stream;
+  }
+  return stream->clock_offset(SystemClock::instance().now_ns());
 }
 
 void GrpcHub::shutdown() {
@@ -417,7 +430,7 @@ void GrpcHub::take_hello(const StreamPtr& stream, const v1::Hello& hello) {
   members_[*member] = Up{stream->incarnation, stream};
   {
     MutexLock lock(mutex_);
-    known_up_[*member] = stream->incarnation;
+    known_up_[*member] = Up{stream->incarnation, stream};
   }
   auto up = std::make_shared<v1::Frame>();
   *up->mutable_member_up()->mutable_member() = to_wire(*member);

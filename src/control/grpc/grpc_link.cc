@@ -239,6 +239,7 @@ class GrpcLink final : public Control {
 
   Status connect();
   Status send(const Member& to, ControlBody body) override;
+  std::optional<ClockOffset> clock_offset(const Member& member) override;
   void shutdown() override;
 
  private:
@@ -357,7 +358,8 @@ Status GrpcLink::connect() {
     if (!channel_->WaitForConnected(in_ns(std::min(left_ns, kNanosPerSecond)))) {
       if (target_.path.empty()) {
         const Status foreign = check_no_foreign_service(target_.addresses[aimed], kForeignNs);
-        if (!foreign.ok()) return foreign.with_context(fmt::format("no control hub at \"{}\"", target_.shown));
+        if (!foreign.ok())
+          return foreign.with_context(fmt::format("no control hub at \"{}\"", target_.shown));
       }
       if (target_.targets.size() > 1) aim(aimed = (aimed + 1) % target_.targets.size());
       continue;
@@ -446,6 +448,17 @@ Status GrpcLink::send(const Member& to, ControlBody body) {
   return stream->write(std::move(frame));
 }
 
+std::optional<ClockOffset> GrpcLink::clock_offset(const Member& member) {
+  if (member == options_.self) return ClockOffset();
+  StreamPtr stream;
+  {
+    MutexLock lock(mutex_);
+    stream = stream_;
+  }
+  if (member != kSender || stream == nullptr) return std::nullopt;
+  return stream->clock_offset(SystemClock::instance().now_ns());
+}
+
 void GrpcLink::shutdown() {
   if (dispatcher_->is_current_thread()) {
     log_error("control: shutdown() called from a callback; ignored, the destructor shuts down");
@@ -523,6 +536,7 @@ void GrpcLink::take_welcome(const StreamPtr& stream, const v1::Welcome& welcome)
   }
   if (!closing_) sink_.on_member_up(hub_, hub_incarnation_);
   for (const v1::MemberUp& up : welcome.members()) take_up(up);
+  stream->greet();
   stream->welcomed();
 }
 
