@@ -155,7 +155,7 @@ std::uint32_t TrainerMachine::peak_resident() const {
 
 namespace {
 
-enum class Phase : std::uint8_t { kIdle, kStarting, kUpdating, kFinishing, kDraining };
+enum class SyncPhase : std::uint8_t { kIdle, kStarting, kUpdating, kFinishing, kDraining };
 
 // A consumer's place in the sync. kOver: it has answered a failure, and nothing more is expected of it.
 enum class Progress : std::uint8_t {
@@ -175,7 +175,7 @@ enum class RankProgress : std::uint8_t { kOpened, kBegan, kEnded, kLost };
 
 struct SenderMachine::State {
   SenderConfig config;
-  Phase phase = Phase::kIdle;
+  SyncPhase phase = SyncPhase::kIdle;
   std::uint64_t sync_id = 0;
   std::vector<Progress> consumers;
   std::vector<RankProgress> ranks;
@@ -210,19 +210,19 @@ struct SenderMachine::State {
   }
 
   void advance(std::int64_t now_ns, SenderActions& out) {
-    if (phase == Phase::kStarting && none(Progress::kStarting)) {
-      phase = Phase::kUpdating;
+    if (phase == SyncPhase::kStarting && none(Progress::kStarting)) {
+      phase = SyncPhase::kUpdating;
       since_ns = now_ns;
       step<Update>(Progress::kStarted, Progress::kUpdating, out);
     }
-    if (phase == Phase::kUpdating && none(Progress::kUpdating) && none(RankProgress::kOpened) &&
+    if (phase == SyncPhase::kUpdating && none(Progress::kUpdating) && none(RankProgress::kOpened) &&
         none(RankProgress::kBegan)) {
-      phase = Phase::kFinishing;
+      phase = SyncPhase::kFinishing;
       since_ns = now_ns;
       step<Finish>(Progress::kPrepared, Progress::kFinishing, out);
     }
-    if (phase == Phase::kFinishing && none(Progress::kFinishing)) close(out);
-    if (phase == Phase::kDraining && drained()) close(out);
+    if (phase == SyncPhase::kFinishing && none(Progress::kFinishing)) close(out);
+    if (phase == SyncPhase::kDraining && drained()) close(out);
   }
 
   // After a failure every consumer still in the sync answers FailConsumer, or its commit; every rank ends.
@@ -236,19 +236,19 @@ struct SenderMachine::State {
   }
 
   void close(SenderActions& out) {
-    phase = Phase::kIdle;
+    phase = SyncPhase::kIdle;
     for (std::uint32_t r = 0; r < ranks.size(); ++r) {
       if (ranks[r] != RankProgress::kLost) out.push_back(CloseSync{r, error});
     }
     out.push_back(SyncDone{sync_id, error, lost, dropped});
   }
 
-  bool running(std::uint64_t id) const { return phase != Phase::kIdle && id == sync_id; }
+  bool running(std::uint64_t id) const { return phase != SyncPhase::kIdle && id == sync_id; }
 
   void fail(std::int64_t now_ns, const Status& why, SenderActions& out) {
-    if (phase == Phase::kIdle || phase == Phase::kDraining) return;  // the first error is kept
+    if (phase == SyncPhase::kIdle || phase == SyncPhase::kDraining) return;  // the first error is kept
     error = why;
-    phase = Phase::kDraining;
+    phase = SyncPhase::kDraining;
     since_ns = now_ns;
     for (std::uint32_t r = 0; r < ranks.size(); ++r) {
       if (ranks[r] != RankProgress::kLost) out.push_back(FailRank{r, why});
@@ -300,7 +300,7 @@ SenderMachine::~SenderMachine() = default;
 Status SenderMachine::begin(std::int64_t now_ns, std::uint64_t sync_id, std::vector<std::uint32_t> live,
                             SenderActions& out) {
   State& s = *state_;
-  if (s.phase != Phase::kIdle)
+  if (s.phase != SyncPhase::kIdle)
     return wrong_state(fmt::format("sync {} begun while sync {} runs", sync_id, s.sync_id));
   if (sync_id <= s.sync_id)
     return wrong_state(fmt::format("sync {} is not after sync {}", sync_id, s.sync_id));
@@ -325,7 +325,7 @@ Status SenderMachine::begin(std::int64_t now_ns, std::uint64_t sync_id, std::vec
                                       worker_name(places[c] == Progress::kAbsent ? c : first)));
     }
   }
-  s.phase = Phase::kStarting;
+  s.phase = SyncPhase::kStarting;
   s.sync_id = sync_id;
   s.consumers = std::move(places);
   s.ranks.assign(s.config.world_size, RankProgress::kOpened);
@@ -428,11 +428,11 @@ void SenderMachine::rank_lost(std::int64_t now_ns, std::uint32_t rank, const Sta
                               SenderActions& out) {
   State& s = *state_;
   s.gone.insert({Role::kTrainer, rank});
-  if (s.phase == Phase::kIdle || rank >= s.ranks.size() || s.ranks[rank] == RankProgress::kLost) return;
+  if (s.phase == SyncPhase::kIdle || rank >= s.ranks.size() || s.ranks[rank] == RankProgress::kLost) return;
   s.ranks[rank] = RankProgress::kLost;
   // Once commits are under way nobody needs the rank any more: they go on, and the next sync meets its
   // absence.
-  if (s.phase != Phase::kFinishing) {
+  if (s.phase != SyncPhase::kFinishing) {
     s.fail(now_ns,
            Status(StatusCode::kUnavailable,
                   fmt::format("{} was lost in sync {}: {}", trainer_name(rank), s.sync_id, why.message()),
@@ -446,7 +446,7 @@ void SenderMachine::consumer_lost(std::int64_t now_ns, std::uint32_t consumer, c
                                   SenderActions& out) {
   State& s = *state_;
   s.gone.insert({Role::kWorker, consumer});
-  if (s.phase == Phase::kIdle || consumer >= s.consumers.size() || s.consumers[consumer] == Progress::kAbsent)
+  if (s.phase == SyncPhase::kIdle || consumer >= s.consumers.size() || s.consumers[consumer] == Progress::kAbsent)
     return;
   if (std::find(s.lost.begin(), s.lost.end(), consumer) != s.lost.end()) return;
   std::erase(s.dropped, consumer);  // a mate of one lost before is lost itself now
@@ -458,7 +458,7 @@ void SenderMachine::consumer_lost(std::int64_t now_ns, std::uint32_t consumer, c
       Status(StatusCode::kUnavailable,
              fmt::format("{} was lost in sync {}: {}", worker_name(consumer), s.sync_id, why.message()),
              {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
-  if (s.phase != Phase::kDraining) {
+  if (s.phase != SyncPhase::kDraining) {
     if (!s.config.fail_on_consumer_loss) s.drop_replica(consumer, why, out);
     const bool any =
         std::any_of(s.consumers.begin(), s.consumers.end(), [&](Progress p) { return s.in_sync(p); });
@@ -477,8 +477,8 @@ void SenderMachine::tick(std::int64_t now_ns, SenderActions& out) {
            out);
     s.advance(now_ns, out);
   };
-  if (s.phase == Phase::kIdle) return;
-  if (s.phase == Phase::kDraining) {
+  if (s.phase == SyncPhase::kIdle) return;
+  if (s.phase == SyncPhase::kDraining) {
     if (now_ns - s.since_ns >= s.config.drain_timeout_ns) s.close(out);
     return;
   }
@@ -488,27 +488,27 @@ void SenderMachine::tick(std::int64_t now_ns, SenderActions& out) {
   }
   if (now_ns - s.since_ns < limit) return;
   switch (s.phase) {
-    case Phase::kStarting:
+    case SyncPhase::kStarting:
       return late(fmt::format("start_update of {}",
                               count_noun("worker", State::members(s.consumers, Progress::kStarting))));
-    case Phase::kUpdating:
+    case SyncPhase::kUpdating:
       // While a rank is in the sync its watchdog sees more than we do.
       if (s.none(RankProgress::kBegan)) {
         return late(fmt::format("all trainers have ended, but {} not prepared",
                                 count_noun("worker", State::members(s.consumers, Progress::kUpdating))));
       }
       return;
-    case Phase::kFinishing:
+    case SyncPhase::kFinishing:
       return late(fmt::format("finish_update of {}",
                               count_noun("worker", State::members(s.consumers, Progress::kFinishing))));
-    case Phase::kIdle:
-    case Phase::kDraining:
+    case SyncPhase::kIdle:
+    case SyncPhase::kDraining:
       return;
   }
 }
 
 bool SenderMachine::running() const {
-  return state_->phase != Phase::kIdle;
+  return state_->phase != SyncPhase::kIdle;
 }
 
 }  // namespace shardpull
