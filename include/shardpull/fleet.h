@@ -110,6 +110,8 @@ struct WorkerReport {
   // Of bytes_moved, the gaps of at most 15 bytes between the keys of packed chunks, each of which begins
   // on 16.
   std::uint64_t padding_bytes = 0;
+  // Pulls that another trainer than the plan's served, because the plan's was lost or could not be reached.
+  std::uint32_t rerouted_pulls = 0;
   std::uint64_t commit_ns = 0;  // duration of its finish_update
   // By priority, each at most once. What is charged adds up to update_ns + commit_ns.
   std::vector<PhaseTime> phases = {};
@@ -143,6 +145,7 @@ struct SyncReport {
   std::vector<RankReport> ranks;                 // all ranks on the sender, itself elsewhere
   std::vector<std::uint32_t> lost_consumers;     // whose processes were lost in this sync
   std::vector<std::uint32_t> dropped_consumers;  // their living mates, which left the sync with them
+  std::vector<std::uint32_t> lost_ranks;  // trainers that were lost; others served what they would have
 };
 
 // One line, without a newline, of a report of the sender: wall time, bytes and rate, the slowest worker with its bytes

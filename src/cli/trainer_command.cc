@@ -166,7 +166,10 @@ class TrainerRun {
     const SystemClock& clock = SystemClock::instance();
     const std::int64_t deadline = clock.now_ns() + arguments_.fleet.stall_timeout_ns;
     std::set<std::string> expected;
-    for (std::uint32_t rank = 1; rank < ranks_; ++rank) expected.insert(fmt::format("trainer {}", rank));
+    lost_ranks_.insert(from.lost_ranks.begin(), from.lost_ranks.end());
+    for (std::uint32_t rank = 1; rank < ranks_; ++rank) {
+      if (!lost_ranks_.contains(rank)) expected.insert(fmt::format("trainer {}", rank));
+    }
     for (const WorkerReport& worker : from.workers) expected.insert(fmt::format("worker {}", worker.consumer));
     const std::size_t processes_in_sync = expected.size() + 1;
     while (!expected.empty()) {
@@ -179,8 +182,16 @@ class TrainerRun {
       }
       const auto received = trainer_->receive_message(static_cast<std::uint64_t>(left / kNanosPerMilli) + 1);
       if (!received.ok()) {
-        if (!outlives(received.status())) return received.status();
-        expected.erase(received.status().info().peer);
+        const std::string& peer = received.status().info().peer;
+        std::uint32_t rank = 1;
+        while (rank < ranks_ && peer != fmt::format("trainer {}", rank)) ++rank;
+        // Whether there is a sync without a rank, the next send_weights says.
+        if (rank < ranks_) {
+          lost_ranks_.insert(rank);
+        } else if (!outlives(received.status())) {
+          return received.status();
+        }
+        expected.erase(peer);
         continue;
       }
       const std::optional<FleetMessage>& message = *received;
@@ -198,7 +209,8 @@ class TrainerRun {
     nlohmann::json processes = nlohmann::json::array();
     report_.processes.clear();
     for (std::uint32_t rank = 0; rank < ranks_; ++rank) {
-      take_memory(reports[fmt::format("trainer {}", rank)], processes);
+      const auto report = reports.find(fmt::format("trainer {}", rank));
+      if (report != reports.end()) take_memory(report->second, processes);
     }
     for (const WorkerReport& one : from.workers) {
       const auto report = reports.find(fmt::format("worker {}", one.consumer));
@@ -235,11 +247,13 @@ class TrainerRun {
     return {};
   }
 
-  // ", by 3 of 4 workers; lost: worker 3", or nothing where all of them have it.
+  // ", by 3 of 4 workers; lost: worker 3", or nothing where all of them have it and no rank is gone.
   std::string absent(const SyncOutcome& outcome, const SyncReport& from) const {
-    if (outcome.workers.size() == workers_) return {};
-    std::string text = fmt::format(", by {} of {} workers", outcome.workers.size(), workers_);
+    std::string text;
+    if (outcome.workers.size() != workers_)
+      text = fmt::format(", by {} of {} workers", outcome.workers.size(), workers_);
     std::vector<std::string> lost;
+    for (const std::uint32_t rank : from.lost_ranks) lost.push_back(fmt::format("trainer {}", rank));
     for (const std::uint32_t consumer : from.lost_consumers) lost.push_back(fmt::format("worker {}", consumer));
     for (const WorkerReport& one : from.workers) {  // committed, and was lost before it reported
       if (std::none_of(outcome.workers.begin(), outcome.workers.end(),
@@ -259,6 +273,7 @@ class TrainerRun {
   Status part() {
     if (sender()) {
       for (std::uint32_t rank = 1; rank < ranks_; ++rank) {
+        if (lost_ranks_.contains(rank)) continue;
         SHARDPULL_RETURN_IF_ERROR(trainer_->send_message(fmt::format("trainer {}", rank), kEndTopic, ""));
       }
       return {};
@@ -291,6 +306,7 @@ class TrainerRun {
   Trainer* trainer_ = nullptr;
   RunReport report_;  // by hand only: what the last line says
   std::int64_t shown_ns_ = 0;
+  std::set<std::uint32_t> lost_ranks_;  // the sender's
 };
 
 }  // namespace

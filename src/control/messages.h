@@ -44,7 +44,8 @@ struct InitDone {
   std::uint64_t bytes_kept = 0, bytes_planned = 0;
 };
 
-// worker -> trainer R, before any pull.
+// worker -> trainer R, before any pull of the lane: at init for the regular one, for a recovery lane when another
+// trainer is gone.
 struct Reserve {
   std::uint64_t slot_bytes = 0;
   std::uint32_t ring_depth = 0, num_consumers = 0, workers_per_replica = 0;
@@ -53,6 +54,7 @@ struct Reserve {
 };
 struct ReserveReply {
   Status status;
+  std::uint32_t lane_kind = 0;  // of the pulls: 0 regular, 1 recovery
 };
 
 // sender -> every trainer: opens a sync.
@@ -88,6 +90,7 @@ struct Prepared {
   std::uint64_t copy_ns = 0;     // time in which its bytes moved
   std::uint64_t bytes_kept = 0;  // by what this sync runs of its plan
   std::uint64_t padding_bytes = 0;
+  std::uint32_t rerouted = 0;  // pulls that another trainer than the plan's served
 };
 // sender -> worker: commit.
 struct Finish {

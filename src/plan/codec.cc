@@ -523,11 +523,16 @@ Status check_pulls(const std::vector<PullDescription>& pulls, const InitTables& 
     };
     if (pull.lane.producer != producer)
       return wrong(fmt::format("it is for trainer {}, not {}", pull.lane.producer, producer));
-    if (pull.lane.sharing_group >= workers)
-      return wrong(fmt::format("sharing group {} of {}", pull.lane.sharing_group, workers));
-    if (pull.lane.sharing_group != pulls.front().lane.sharing_group)
-      return wrong("another sharing group than the first pull");
-    if (pull.lane.kind != LaneKind::kRegular) return wrong("a plan has pulls of regular lanes only");
+    const bool regular = pull.lane.kind == LaneKind::kRegular;
+    if (regular ? pull.lane.sharing_group >= workers
+                : pull.lane.sharing_group < workers ||
+                      pull.lane.sharing_group - workers >= tables.num_consumers) {
+      return wrong(fmt::format("sharing group {} of a {} lane", pull.lane.sharing_group,
+                               regular ? "regular" : "recovery"));
+    }
+    if (pull.lane != pulls.front().lane) return wrong("another lane than the first pull");
+    if (pull.run >= tables.producers.size())
+      return wrong(fmt::format("run {}, there are {} trainers", pull.run, tables.producers.size()));
     if (pull.seq != i) return wrong(fmt::format("seq {}, its place in the lane is {}", pull.seq, i));
     if (i > 0 && std::pair(pull.chunk_id, pull.run) <= std::pair(pulls[i - 1].chunk_id, pulls[i - 1].run)) {
       return wrong("not after the one before it");

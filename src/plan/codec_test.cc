@@ -222,8 +222,21 @@ TEST(CheckPulls, refuses_what_the_tables_do_not_allow) {
   };
   refused([](auto& p) { p[0].lane.producer = 1; }, "trainer 1");
   refused([](auto& p) { p[0].lane.sharing_group = 2; }, "sharing group 2");
-  refused([](auto& p) { p[1].lane.sharing_group = 1; }, "sharing group");
-  refused([](auto& p) { p[0].lane.kind = LaneKind::kRecovery; }, "regular lanes");
+  refused([](auto& p) { p[1].lane.sharing_group = 1; }, "another lane");
+  refused([](auto& p) { p[0].lane.kind = LaneKind::kRecovery; }, "of a recovery lane");
+  refused(
+      [](auto& p) {
+        p[0].lane.kind = LaneKind::kRecovery;
+        p[0].lane.sharing_group = 2;
+      },
+      "another lane");
+  refused(
+      [&](auto& p) {
+        p[0].lane.kind = LaneKind::kRecovery;
+        p[0].lane.sharing_group = 2 + samples.tables.num_consumers;
+      },
+      "of a recovery lane");
+  refused([](auto& p) { p[0].run = 9; }, "run 9");
   refused([](auto& p) { p[1].seq = 7; }, "seq 7");
   refused([](auto& p) { p[1].chunk_id = p[0].chunk_id; }, "not after");
   refused([](auto& p) { p[0].group = 99; }, "group 99");

@@ -480,6 +480,14 @@ std::vector<std::uint32_t> group_of_names(const InitTables& tables) {
   return groups;
 }
 
+bool held_without(const InitTables& tables, const std::vector<std::uint32_t>& lost) {
+  const auto is_lost = [&](std::uint32_t rank) { return std::binary_search(lost.begin(), lost.end(), rank); };
+  if (tables.ownership.owner_sets.empty()) return lost.size() < tables.producers.size();
+  return std::none_of(
+      tables.ownership.owner_sets.begin(), tables.ownership.owner_sets.end(),
+      [&](const std::vector<std::uint32_t>& owners) { return std::all_of(owners.begin(), owners.end(), is_lost); });
+}
+
 std::vector<std::vector<std::uint32_t>> group_owners(const InitTables& tables) {
   std::vector<Ranks> owners(tables.group_lens.size());
   const Ownership& own = tables.ownership;

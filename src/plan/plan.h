@@ -135,6 +135,9 @@ std::vector<std::uint32_t> group_of_names(const InitTables& tables);
 // signals. The tables must be valid.
 std::vector<std::vector<std::uint32_t>> group_owners(const InitTables& tables);
 
+// Whether everything is held by a rank other than those (ascending). The tables must be valid.
+bool held_without(const InitTables& tables, const std::vector<std::uint32_t>& lost);
+
 // ---- routing
 // ----------------------------------------------------------------------------------------------------------
 
@@ -176,10 +179,14 @@ enum class PathPolicy : std::uint8_t { kAuto, kPacked, kMapped, kDirect };
 std::string_view to_string(Path path);
 
 enum class LaneKind : std::uint8_t { kRegular = 0, kRecovery = 1 };
-// A lane orders pulls: `seq mod K` names the slot.
+// A lane orders pulls: `seq mod slots` names the slot. A consumer has a regular lane, which it shares with the
+// same worker of every other replica, and a recovery lane of its own, for pulls whose producer died:
+// docs/PROTOCOL.md, "Takeover".
 struct Lane {
   std::uint32_t producer = 0;
-  std::uint32_t sharing_group = 0;  // consumer id mod workers_per_replica
+  // Regular: consumer id mod workers_per_replica. Recovery: workers_per_replica + consumer id. So it also
+  // names the serve ring.
+  std::uint32_t sharing_group = 0;
   LaneKind kind = LaneKind::kRegular;
   friend bool operator==(const Lane&, const Lane&) = default;
 };
@@ -307,6 +314,17 @@ struct PullDescription {
 };
 // What `plan` pulls at `producer`, in pull order.
 std::vector<PullDescription> pulls_at(const WorkerPlan& plan, std::uint32_t producer);
+// What `plan` may have to pull at `producer` because another died, in plan order: every pull that it is a
+// candidate for and does not serve by plan. `workers_per_replica` as effective_workers_per_replica has it.
+// `seq` is the place in this list; in a sync the pulls of a recovery lane are numbered as they are issued.
+std::vector<PullDescription> recovery_pulls_at(const WorkerPlan& plan, std::uint32_t producer,
+                                               std::uint32_t workers_per_replica);
+// Slots of the serve ring behind a lane with these announced pulls. Regular: K. Recovery: 2 K times the runs
+// of a chunk. Pulls there are issued out of plan order, but while one has not landed, all others in its lane
+// are of the 2 K - 1 chunks around its own (drain before issue), so that none ever meets a slot in use.
+std::uint32_t lane_slots(const std::vector<PullDescription>& pulls, std::uint32_t ring_depth);
+// Bytes of a slot there: the largest packed pull.
+std::uint64_t lane_slot_bytes(const std::vector<PullDescription>& pulls);
 // Canonical little-endian bytes; decode checks every count, size and bound against `limits`-like constants
 // and refuses hostile bytes with a message.
 std::vector<std::byte> encode_pulls(const std::vector<PullDescription>& pulls);
@@ -315,7 +333,7 @@ Result<std::vector<PullDescription>> decode_pulls(const std::byte* data, std::si
 // K. Sharers of serve slots must agree on it.
 Digest128 pulls_digest(const std::vector<PullDescription>& pulls, std::uint32_t ring_depth);
 // Checks pulls a consumer sent against the tables: names, pieces, groups, owner classes, dtypes, canonical
-// slices within bounds, layout, bytes, lanes and sequence numbers. Run by the producer. The tables must be
+// slices within bounds, layout, bytes, one lane and sequence numbers. Run by the producer. The tables must be
 // valid.
 Status check_pulls(const std::vector<PullDescription>& pulls, const InitTables& tables,
                    std::uint32_t producer);

@@ -624,27 +624,69 @@ std::uint64_t padding_bytes(const WorkerPlan& plan) {
   return bytes;
 }
 
+namespace {
+
+PullDescription describe(const Chunk& chunk, std::uint32_t r, const Lane& lane, std::uint32_t seq) {
+  const Run& run = chunk.runs[r];
+  PullDescription pull;
+  pull.chunk_id = chunk.chunk_id;
+  pull.run = r;
+  pull.group = chunk.group;
+  pull.owner_class = chunk.owner_class;
+  pull.path = chunk.path;
+  pull.lane = lane;
+  pull.seq = seq;
+  pull.bytes = run.bytes;
+  pull.keys.assign(chunk.keys.begin() + run.first_key, chunk.keys.begin() + run.first_key + run.key_count);
+  for (ChunkKey& key : pull.keys) key.offset -= run.offset;
+  return pull;
+}
+
+}  // namespace
+
 std::vector<PullDescription> pulls_at(const WorkerPlan& plan, std::uint32_t producer) {
+  const Lane lane{.producer = producer, .sharing_group = plan.sharing_group, .kind = LaneKind::kRegular};
   std::vector<PullDescription> pulls;
   for (const Chunk& chunk : plan.chunks) {
     for (std::uint32_t r = 0; r < chunk.runs.size(); ++r) {
       const Run& run = chunk.runs[r];
-      if (run.producer != producer || run.key_count == 0) continue;
-      PullDescription& pull = pulls.emplace_back();
-      pull.chunk_id = chunk.chunk_id;
-      pull.run = r;
-      pull.group = chunk.group;
-      pull.owner_class = chunk.owner_class;
-      pull.path = chunk.path;
-      pull.lane = {.producer = producer, .sharing_group = plan.sharing_group, .kind = LaneKind::kRegular};
-      pull.seq = run.seq;
-      pull.bytes = run.bytes;
-      pull.keys.assign(chunk.keys.begin() + run.first_key,
-                       chunk.keys.begin() + run.first_key + run.key_count);
-      for (ChunkKey& key : pull.keys) key.offset -= run.offset;
+      if (run.producer == producer && run.key_count != 0) pulls.push_back(describe(chunk, r, lane, run.seq));
     }
   }
   return pulls;
+}
+
+std::vector<PullDescription> recovery_pulls_at(const WorkerPlan& plan, std::uint32_t producer,
+                                               std::uint32_t workers_per_replica) {
+  const Lane lane{.producer = producer,
+                  .sharing_group = workers_per_replica + plan.consumer,
+                  .kind = LaneKind::kRecovery};
+  std::vector<PullDescription> pulls;
+  for (const Chunk& chunk : plan.chunks) {
+    if (std::find(chunk.candidates.begin(), chunk.candidates.end(), producer) == chunk.candidates.end())
+      continue;
+    for (std::uint32_t r = 0; r < chunk.runs.size(); ++r) {
+      const Run& run = chunk.runs[r];
+      if (run.producer != producer && run.key_count != 0)
+        pulls.push_back(describe(chunk, r, lane, static_cast<std::uint32_t>(pulls.size())));
+    }
+  }
+  return pulls;
+}
+
+std::uint32_t lane_slots(const std::vector<PullDescription>& pulls, std::uint32_t ring_depth) {
+  if (pulls.empty() || pulls.front().lane.kind == LaneKind::kRegular) return ring_depth;
+  std::uint32_t runs = 1;
+  for (const PullDescription& pull : pulls) runs = std::max(runs, pull.run + 1);
+  return 2 * ring_depth * runs;
+}
+
+std::uint64_t lane_slot_bytes(const std::vector<PullDescription>& pulls) {
+  std::uint64_t bytes = 0;
+  for (const PullDescription& pull : pulls) {
+    if (pull.path == Path::kPacked) bytes = std::max(bytes, pull.bytes);
+  }
+  return bytes;
 }
 
 }  // namespace shardpull

@@ -18,6 +18,11 @@
 // Signals: a group is signalled to all its owners when every chunk of it has been read: packed chunks when
 // they have landed, the others when their copy has ended.
 //
+// Takeover: a run whose producer is away (lost, or its connection broke) and that has not been read is asked for
+// again from the next candidate, in that one's recovery lane, where seqs are counted as pulls are sent:
+// reroute. A transfer or copy that failed with UNAVAILABLE waits, stranded, for word of who is away:
+// resolve_stranded.
+//
 // Plans: a sync runs the whole plan or a restricted one. What a plan fixes beyond its own words is a Course,
 // built once for each; inside, chunks are counted by their place in it, outside by Chunk::chunk_id.
 //
@@ -77,12 +82,17 @@ namespace {
 
 constexpr std::uint32_t kNone = 0xFFFFFFFFu;
 
-// kNone: without keys in this sync, nothing is pulled.
-enum class RunState : std::uint8_t { kNone, kWaiting, kAsked, kReady, kTransferring, kLanded };
+// kNone: without keys in this sync, nothing is pulled. kStranded: its transfer or copy failed because a producer
+// could not be reached.
+enum class RunState : std::uint8_t { kNone, kWaiting, kAsked, kReady, kTransferring, kStranded, kLanded };
 enum class ChunkState : std::uint8_t { kWaiting, kIssued, kLanded, kScattering, kDone };
 
 struct RunProgress {
   RunState state = RunState::kWaiting;
+  std::uint32_t producer = 0;  // that serves it, by plan or since a takeover
+  LaneKind lane = LaneKind::kRegular;
+  std::uint32_t seq = 0;  // kNone: not sent yet, its recovery lane is being announced
+  std::uint16_t attempt = 0;
   ReadyInfo ready;
 };
 
@@ -100,6 +110,19 @@ struct ChunkProgress {
       return run.state == state || run.state == RunState::kNone;
     });
   }
+};
+
+// A producer that cannot be pulled from.
+struct Away {
+  bool lost = false;  // its process is gone
+  Status why;
+};
+
+// The lane at another producer than the plan's, for what the plan's no longer serves.
+struct RecoveryLane {
+  bool reserved = false;
+  std::uint32_t next_seq = 0;                                   // this sync
+  std::set<std::pair<std::uint32_t, std::uint32_t>> waiting;  // (chunk, run) to be sent once it is reserved
 };
 
 // What the plan fixes for a chunk beyond the plan's own words.
@@ -217,8 +240,13 @@ struct ConsumerMachine::State {
   std::set<std::pair<std::uint32_t, std::uint32_t>> unconfirmed;  // (producer, group)
   std::map<std::uint32_t, std::vector<std::uint32_t>> outgoing;   // signals of the event at hand, by producer
   std::int64_t last_progress_ns = 0;
+  std::uint32_t rerouted = 0;
+  Status stranded_by;            // the first error of what is stranded
+  std::int64_t stranded_ns = 0;  // since when
 
   // Across syncs.
+  std::map<std::uint32_t, Away> away;              // by producer
+  std::map<std::uint32_t, RecoveryLane> recovery;  // by producer, of those announced
   std::vector<Slot> slots;
   std::uint64_t slot_cursor = 0;
   std::uint32_t transfers = 0, scatters = 0, posts = 0;  // in flight
@@ -247,12 +275,154 @@ struct ConsumerMachine::State {
         slots[progress.slot].user = next;
       }
       for (std::uint16_t r = 0; r < chunk.runs.size(); ++r) {
-        if (progress.runs[r].state == RunState::kNone) continue;
-        progress.runs[r].state = RunState::kAsked;
-        out.push_back(SendPull{chunk.runs[r].producer,
-                               PullId{sync_id, plan().consumer, chunk.chunk_id, r, 0, chunk.runs[r].seq}});
+        RunProgress& run = progress.runs[r];
+        if (run.state == RunState::kNone) continue;
+        run.state = RunState::kAsked;
+        if (!away.contains(run.producer)) {
+          send_pull(next, r, out);
+        } else if (!reroute(next, r, out)) {
+          ++next;  // it is issued, and fails
+          return;
+        }
       }
     }
+  }
+
+  void send_pull(std::uint32_t c, std::uint16_t r, ConsumerActions& out) {
+    const RunProgress& run = chunks[c].runs[r];
+    out.push_back(SendPull{
+        run.producer, PullId{sync_id, plan().consumer, id_of(c), r, run.attempt, run.seq, run.lane}});
+  }
+
+  // ---- takeover ---------------------------------------------------------------------------------
+
+  // The next candidate after the one that the run is asked at, of those not away.
+  std::optional<std::uint32_t> stand_in(std::uint32_t c, std::uint16_t r) const {
+    const std::vector<std::uint32_t>& candidates = plan().chunks[c].candidates;
+    const auto at = static_cast<std::size_t>(
+        std::find(candidates.begin(), candidates.end(), chunks[c].runs[r].producer) - candidates.begin());
+    for (std::size_t step = 1; step < candidates.size(); ++step) {
+      const std::uint32_t candidate = candidates[(at + step) % candidates.size()];
+      if (!away.contains(candidate)) return candidate;
+    }
+    return std::nullopt;
+  }
+
+  // Whether somebody is left for all that has not been read. Fails the update otherwise, before more of it is
+  // applied.
+  bool all_served(ConsumerActions& out) {
+    if (away.empty()) return true;
+    for (std::uint32_t c = 0; c < chunks.size(); ++c) {
+      if (chunks[c].read) continue;
+      for (std::uint16_t r = 0; r < chunks[c].runs.size(); ++r) {
+        const RunProgress& run = chunks[c].runs[r];
+        const bool moving = run.state == RunState::kTransferring || run.state == RunState::kLanded ||
+                            chunks[c].state == ChunkState::kScattering;
+        if (run.state == RunState::kNone || moving || !away.contains(run.producer) || stand_in(c, r)) continue;
+        lost_for_good(c, r, out);
+        return false;
+      }
+    }
+    return true;
+  }
+
+  void lost_for_good(std::uint32_t c, std::uint16_t r, ConsumerActions& out) {
+    const std::uint32_t producer = chunks[c].runs[r].producer;
+    set_error(
+        Status(StatusCode::kUnavailable,
+               fmt::format("{} lost {} in sync {}, and nobody else has chunk {} (group {}): {}",
+                           worker_name(plan().consumer), trainer_name(producer), sync_id, id_of(c),
+                           plan().chunks[c].group, away.at(producer).why.message()),
+               {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = trainer_name(producer)}),
+        true, out);
+  }
+
+  // Asks for a run at the candidate that stands in. False when none is left: the update has failed.
+  bool reroute(std::uint32_t c, std::uint16_t r, ConsumerActions& out) {
+    RunProgress& run = chunks[c].runs[r];
+    const auto candidate = stand_in(c, r);
+    if (!candidate) {
+      lost_for_good(c, r, out);
+      return false;
+    }
+    ++rerouted;
+    ++run.attempt;
+    run.state = RunState::kAsked;
+    run.producer = *candidate;
+    run.ready = {};
+    run.lane = LaneKind::kRecovery;
+    run.seq = kNone;
+    const auto [lane, fresh] = recovery.try_emplace(*candidate);
+    if (fresh) out.push_back(AnnounceRecovery{*candidate});
+    if (lane->second.reserved) {
+      send_recovery(lane->second, c, r, out);
+    } else {
+      lane->second.waiting.emplace(c, r);
+    }
+    return true;
+  }
+
+  void send_recovery(RecoveryLane& lane, std::uint32_t c, std::uint16_t r, ConsumerActions& out) {
+    chunks[c].runs[r].seq = lane.next_seq++;
+    send_pull(c, r, out);
+  }
+
+  // The producer has just gone away: what is asked for there, or has failed there, is asked for elsewhere.
+  void take_over_from(std::uint32_t producer, ConsumerActions& out) {
+    recovery.erase(producer);
+    if (!working() || !all_served(out)) return;
+    for (std::uint32_t c = 0; c < next; ++c) {
+      if (chunks[c].state != ChunkState::kIssued) continue;
+      for (std::uint16_t r = 0; r < chunks[c].runs.size(); ++r) {
+        const RunProgress& run = chunks[c].runs[r];
+        if (run.producer != producer || (run.state != RunState::kAsked && run.state != RunState::kReady)) continue;
+        startable.erase(c);
+        if (!reroute(c, r, out)) return;
+      }
+      if (!resolve_stranded(c, out)) return;
+    }
+  }
+
+  // A transfer or copy of the chunk failed because a producer could not be reached. Once one of them is known
+  // to be away, what failed is asked for again, from those that are not at their own place. False when the
+  // update has failed.
+  bool resolve_stranded(std::uint32_t c, ConsumerActions& out) {
+    std::vector<RunProgress>& runs = chunks[c].runs;
+    const bool known = std::any_of(runs.begin(), runs.end(), [&](const RunProgress& run) {
+      return run.state == RunState::kStranded && away.contains(run.producer);
+    });
+    if (!known) return true;
+    for (std::uint16_t r = 0; r < runs.size(); ++r) {
+      RunProgress& run = runs[r];
+      if (run.state != RunState::kStranded) continue;
+      if (away.contains(run.producer)) {
+        if (!reroute(c, r, out)) return false;
+      } else {
+        run.state = RunState::kAsked;
+        ++run.attempt;
+        send_pull(c, r, out);
+      }
+    }
+    return true;
+  }
+
+  void strand(std::int64_t now_ns, std::uint32_t c, const Status& why) {
+    if (!anything_stranded()) {
+      stranded_by = why.with_context(describe(c));
+      stranded_ns = now_ns;
+    }
+  }
+  bool anything_stranded() const {
+    return std::any_of(chunks.begin(), chunks.begin() + next, [](const ChunkProgress& chunk) {
+      return std::any_of(chunk.runs.begin(), chunk.runs.end(),
+                         [](const RunProgress& run) { return run.state == RunState::kStranded; });
+    });
+  }
+
+  std::vector<std::uint32_t> producers_of(std::uint32_t c) const {
+    std::vector<std::uint32_t> producers;
+    for (const RunProgress& run : chunks[c].runs) producers.push_back(run.producer);
+    return producers;
   }
 
   // ---- landing ----------------------------------------------------------------------------------
@@ -265,7 +435,7 @@ struct ConsumerMachine::State {
       if (run.state != RunState::kReady) continue;
       run.state = RunState::kTransferring;
       ++transfers;
-      out.push_back(StartTransfer{id_of(c), r, plan().chunks[c].runs[r].producer, progress.slot, run.ready});
+      out.push_back(StartTransfer{id_of(c), r, run.producer, progress.slot, run.ready});
     }
   }
 
@@ -279,6 +449,8 @@ struct ConsumerMachine::State {
 
   void signal(std::uint32_t group) {
     for (const std::uint32_t owner : plan().group_owners[group]) {
+      const auto it = away.find(owner);
+      if (it != away.end() && it->second.lost) continue;
       unconfirmed.emplace(owner, group);
       outgoing[owner].push_back(group);
     }
@@ -312,12 +484,12 @@ struct ConsumerMachine::State {
       ++scatters;
       for (const std::uint32_t module : plan().chunks[c].materialise) touch(module);
       if (plan().chunks[c].path == Path::kPacked && !plan().chunks[c].runs.empty()) {
-        StartScatter scatter{id_of(c), progress.slot, {}};
+        StartScatter scatter{id_of(c), progress.slot, producers_of(c), {}};
         for (const RunProgress& run : progress.runs)  // they lie in the order of the chunk's keys
           scatter.sums.insert(scatter.sums.end(), run.ready.sums.begin(), run.ready.sums.end());
         out.push_back(std::move(scatter));
       } else {
-        StartCopy copy{id_of(c), {}};
+        StartCopy copy{id_of(c), producers_of(c), {}};
         for (RunProgress& run : progress.runs) copy.ready.push_back(std::move(run.ready));
         out.push_back(std::move(copy));
       }
@@ -347,6 +519,7 @@ struct ConsumerMachine::State {
   void advance(ConsumerActions& out) {
     if (working()) {
       issue(out);
+      if (!working()) return settle(out);  // nobody has what comes next
       start_scatters(out);
       start_posts(out);
       for (auto& [producer, groups] : std::exchange(outgoing, {})) {
@@ -387,8 +560,12 @@ struct ConsumerMachine::State {
     for (std::uint32_t c = 0; c < next; ++c) {
       const auto left = blockers_left.find(plan().chunks[c].group);
       if (left != blockers_left.end() && left->second == 0) continue;
-      for (const Run& run : plan().chunks[c].runs) {
-        if (run.key_count != 0) given_up[run.producer].insert(plan().chunks[c].group);
+      for (std::size_t r = 0; r < chunks[c].runs.size(); ++r) {
+        if (chunks[c].runs[r].state == RunState::kNone) continue;
+        for (const std::uint32_t producer : {plan().chunks[c].runs[r].producer, chunks[c].runs[r].producer}) {
+          const auto it = away.find(producer);
+          if (it == away.end() || !it->second.lost) given_up[producer].insert(plan().chunks[c].group);
+        }
       }
     }
     for (const auto& [producer, groups] : given_up) {
@@ -426,33 +603,17 @@ struct ConsumerMachine::State {
     }
     c = course->place(pull.chunk);
     if (!working() || pull.consumer != plan().consumer || c >= chunks.size() ||
-        pull.run >= chunks[c].runs.size() || pull.attempt != 0) {
+        pull.run >= chunks[c].runs.size()) {
       ++drops.unknown;
       return nullptr;
     }
-    const Run& run = plan().chunks[c].runs[pull.run];
     RunProgress& progress = chunks[c].runs[pull.run];
-    if (progress.state != RunState::kAsked || run.producer != producer || run.seq != pull.seq) {
+    if (progress.state != RunState::kAsked || progress.producer != producer || progress.seq != pull.seq ||
+        progress.lane != pull.lane || progress.attempt != pull.attempt) {
       ++drops.unknown;
       return nullptr;
     }
     return &progress;
-  }
-
-  bool needs(std::uint32_t producer) const {
-    if (state != WorkerState::kUpdating) return false;
-    for (std::uint32_t c = 0; c < plan().chunks.size(); ++c) {
-      if (chunks[c].read) continue;
-      for (const Run& run : plan().chunks[c].runs) {
-        if (run.producer == producer) return true;
-      }
-      for (const std::uint32_t group : course->facts[c].blocks) {  // not signalled yet
-        const auto& owners = plan().group_owners[group];
-        if (std::find(owners.begin(), owners.end(), producer) != owners.end()) return true;
-      }
-    }
-    const auto it = unconfirmed.lower_bound({producer, 0});
-    return it != unconfirmed.end() && it->first == producer;
   }
 };
 
@@ -497,7 +658,7 @@ Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id,
   s.version = version;
   s.asked = false;
   s.error = {};
-  s.next = s.done_count = 0;
+  s.next = s.done_count = s.rerouted = 0;
   s.startable.clear();
   s.posts_due.clear();
   s.outgoing.clear();
@@ -505,8 +666,16 @@ Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id,
   s.blockers_left = s.course->blockers_of;
   s.chunks.assign(s.plan().chunks.size(), ChunkProgress{});
   for (std::size_t c = 0; c < s.chunks.size(); ++c) {
-    for (const Run& run : s.plan().chunks[c].runs)
-      s.chunks[c].runs.push_back({run.key_count == 0 ? RunState::kNone : RunState::kWaiting, {}});
+    for (const Run& run : s.plan().chunks[c].runs) {
+      RunProgress& progress = s.chunks[c].runs.emplace_back();
+      progress.state = run.key_count == 0 ? RunState::kNone : RunState::kWaiting;
+      progress.producer = run.producer;
+      progress.seq = run.seq;
+    }
+  }
+  for (auto& [producer, lane] : s.recovery) {
+    lane.next_seq = 0;
+    lane.waiting.clear();
   }
   s.last_progress_ns = now_ns;
   return {};
@@ -522,6 +691,7 @@ Status ConsumerMachine::update(std::int64_t now_ns, ConsumerActions& out) {
   }
   s.asked = true;
   s.last_progress_ns = now_ns;
+  if (!s.all_served(out)) return {};  // UpdateDone says why
   for (const std::uint32_t group : s.plan().pre_free) s.signal(group);
   s.advance(out);
   return {};
@@ -587,13 +757,20 @@ void ConsumerMachine::transfer_done(std::int64_t now_ns, std::uint64_t sync_id, 
     return;
   }
   ChunkProgress& progress = s.chunks[chunk];
-  progress.runs[run].state = RunState::kLanded;
   --s.transfers;
   s.last_progress_ns = now_ns;
+  if (status.code() == StatusCode::kUnavailable && s.working()) {
+    s.strand(now_ns, chunk,
+             status.with_context(fmt::format("from {}", trainer_name(progress.runs[run].producer))));
+    progress.runs[run].state = RunState::kStranded;
+    s.resolve_stranded(chunk, out);
+    return s.advance(out);
+  }
+  progress.runs[run].state = RunState::kLanded;
   if (!status.ok()) {
     return s.set_error(
         status.with_context(fmt::format("{} from {}", s.describe(chunk),
-                                        trainer_name(s.plan().chunks[chunk].runs[run].producer))),
+                                        trainer_name(progress.runs[run].producer))),
         true, out);
   }
   if (s.working() && progress.all_runs(RunState::kLanded)) {
@@ -613,9 +790,19 @@ void ConsumerMachine::scatter_done(std::int64_t now_ns, std::uint64_t sync_id, s
     return;
   }
   ChunkProgress& progress = s.chunks[chunk];
-  progress.state = ChunkState::kDone;
   --s.scatters;
   s.last_progress_ns = now_ns;
+  if (status.code() == StatusCode::kUnavailable && s.working() && !progress.read &&
+      !progress.runs.empty()) {  // a copy in place
+    s.strand(now_ns, chunk, status);
+    progress.state = ChunkState::kIssued;
+    for (RunProgress& run : progress.runs) {
+      if (run.state != RunState::kNone) run.state = RunState::kStranded;
+    }
+    s.resolve_stranded(chunk, out);
+    return s.advance(out);
+  }
+  progress.state = ChunkState::kDone;
   if (progress.slot != kNone) s.slots[progress.slot].done = progress.generation;
   if (!status.ok()) return s.set_error(status.with_context(s.describe(chunk)), true, out);
   if (s.working()) {
@@ -684,13 +871,55 @@ Status ConsumerMachine::finish_update(std::int64_t now_ns, std::uint64_t sync_id
 void ConsumerMachine::producer_lost(std::int64_t now_ns, std::uint32_t producer, const Status& why,
                                     ConsumerActions& out) {
   State& s = *state_;
-  (void)now_ns;
-  if (!s.error.ok() || !s.needs(producer)) return;
-  s.set_error(Status(StatusCode::kUnavailable,
-                     fmt::format("{} lost {} in sync {}: {}", worker_name(s.plan().consumer),
-                                 trainer_name(producer), s.sync_id, why.message()),
-                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = trainer_name(producer)}),
-              true, out);
+  const bool known = s.away.contains(producer);
+  Away& away = s.away[producer];
+  if (away.lost) return;
+  away = {true, why};
+  if (s.state == WorkerState::kUpdating) {
+    s.last_progress_ns = now_ns;
+    s.outgoing.erase(producer);
+    std::erase_if(s.unconfirmed, [&](const auto& signal) { return signal.first == producer; });
+  }
+  if (!known) s.take_over_from(producer, out);
+  s.advance(out);
+}
+
+void ConsumerMachine::producer_unreachable(std::int64_t now_ns, std::uint32_t producer, const Status& why,
+                                           ConsumerActions& out) {
+  State& s = *state_;
+  if (!s.away.try_emplace(producer, Away{false, why}).second) return;
+  if (s.working()) {
+    s.last_progress_ns = now_ns;
+    std::vector<std::uint32_t> again;
+    for (auto it = s.unconfirmed.lower_bound({producer, 0});
+         it != s.unconfirmed.end() && it->first == producer; ++it) {
+      again.push_back(it->second);
+    }
+    if (!again.empty()) s.outgoing[producer] = std::move(again);
+  }
+  s.take_over_from(producer, out);
+  s.advance(out);
+}
+
+void ConsumerMachine::producer_reachable(std::uint32_t producer) {
+  State& s = *state_;
+  if (s.state == WorkerState::kUpdating) return;
+  const auto it = s.away.find(producer);
+  if (it != s.away.end() && !it->second.lost) s.away.erase(it);
+}
+
+void ConsumerMachine::recovery_reserved(std::int64_t now_ns, std::uint32_t producer, const Status& status,
+                                        ConsumerActions& out) {
+  State& s = *state_;
+  const auto it = s.recovery.find(producer);
+  if (it == s.recovery.end() || it->second.reserved) return;
+  if (!status.ok()) return producer_unreachable(now_ns, producer, status, out);
+  s.last_progress_ns = now_ns;
+  it->second.reserved = true;
+  for (const auto& [c, r] : std::exchange(it->second.waiting, {})) {
+    if (s.working()) s.send_recovery(it->second, c, static_cast<std::uint16_t>(r), out);
+  }
+  s.advance(out);
 }
 
 void ConsumerMachine::fail(std::int64_t now_ns, std::uint64_t sync_id, const Status& why,
@@ -706,13 +935,15 @@ void ConsumerMachine::fail(std::int64_t now_ns, std::uint64_t sync_id, const Sta
 
 void ConsumerMachine::tick(std::int64_t now_ns, ConsumerActions& out) {
   State& s = *state_;
+  if (s.working() && s.anything_stranded() && now_ns - s.stranded_ns >= s.config.loss_grace_ns)
+    return s.set_error(s.stranded_by, true, out);
   if (!s.working() || now_ns - s.last_progress_ns < s.config.stall_timeout_ns) return;
   std::string waiting;
   for (std::uint32_t c = 0; c < s.chunks.size(); ++c) {
     for (std::size_t r = 0; r < s.chunks[c].runs.size(); ++r) {
       if (s.chunks[c].runs[r].state != RunState::kTransferring) continue;
       waiting += fmt::format("; the transfer of chunk {} from {}", s.id_of(c),
-                             trainer_name(s.plan().chunks[c].runs[r].producer));
+                             trainer_name(s.chunks[c].runs[r].producer));
     }
     if (s.chunks[c].state == ChunkState::kScattering)
       waiting += fmt::format("; the copies of chunk {}", s.id_of(c));
@@ -754,6 +985,9 @@ const std::vector<ModuleState>& ConsumerMachine::modules() const {
 }
 const DropCounters& ConsumerMachine::drops() const {
   return state_->drops;
+}
+std::uint32_t ConsumerMachine::rerouted() const {
+  return state_->rerouted;
 }
 
 Result<std::uint64_t> ConsumerMachine::version() const {

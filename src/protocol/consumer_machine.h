@@ -43,12 +43,20 @@ struct ConsumerConfig {
   // after the last chunk. A pull that waits for its group is covered by the producer's own watchdog, however
   // long others keep it waiting.
   std::int64_t stall_timeout_ns = 300'000'000'000;
+  // How long a transfer or copy that failed because its producer cannot be reached waits for word that the
+  // producer is lost (producer_lost, producer_unreachable) before its error counts.
+  std::int64_t loss_grace_ns = 6'000'000'000;
 };
 
 namespace consumer_action {
 struct SendPull {
   std::uint32_t producer = 0;
   PullId pull;
+};
+// Announce recovery_pulls_at(the whole plan, producer) there, over an endpoint to it that is opened if there
+// is none. Answer with recovery_reserved(). At most once per producer while it is reachable.
+struct AnnounceRecovery {
+  std::uint32_t producer = 0;
 };
 // Packed: read the producer's slot into receive slot `slot` at the run's offset. Answer with transfer_done().
 struct StartTransfer {
@@ -67,14 +75,18 @@ struct StartTransfer {
 struct StartScatter {
   std::uint32_t chunk = 0;
   std::uint32_t slot = 0;
+  std::vector<std::uint32_t> producers;  // by run: whom it came from
   std::vector<std::uint64_t> sums;  // one per key of the chunk where it is summed, else empty
 };
 // Mapped: materialise, fill and copy straight from the producers' memory. `ready` has one entry per run of
 // the chunk, an empty one for a run without keys. Answer with scatter_done(): the producers' memory is no
 // longer read then. Also used, with no runs, for chunks without keys. ReadyInfo::sums as StartScatter's, of
 // the run's keys.
+//
+// One that fails with UNAVAILABLE may be asked for once more, from other producers.
 struct StartCopy {
   std::uint32_t chunk = 0;
+  std::vector<std::uint32_t> producers;  // by run: whose memory it is
   std::vector<ReadyInfo> ready;
 };
 // Post-process the modules whose last chunk this is: everything of them has been scattered. Answer with
@@ -110,7 +122,8 @@ struct ReportFailure {
 }  // namespace consumer_action
 
 using ConsumerAction =
-    std::variant<consumer_action::SendPull, consumer_action::StartTransfer, consumer_action::StartScatter,
+    std::variant<consumer_action::SendPull, consumer_action::AnnounceRecovery,
+                 consumer_action::StartTransfer, consumer_action::StartScatter,
                  consumer_action::StartCopy, consumer_action::StartPost, consumer_action::SendSignals,
                  consumer_action::UpdateDone, consumer_action::FinishDone, consumer_action::ReportFailure>;
 using ConsumerActions = std::vector<ConsumerAction>;
@@ -144,8 +157,19 @@ class ConsumerMachine {
                      const std::vector<std::uint32_t>& groups, ConsumerActions& out);
   // The commit; FinishDone follows. Refused unless prepared, with the first error when the sync has failed.
   Status finish_update(std::int64_t now_ns, std::uint64_t sync_id, ConsumerActions& out);
-  // A producer is gone: the update fails with `why` if it still needs one of its chunks or confirmations.
+  // A producer's process is gone, for good. What has not been read of its chunks is pulled from the next
+  // candidate that is left, in that one's recovery lane, now and in later syncs; its confirmations are not
+  // waited for. Where no candidate is left the update fails with `why`.
   void producer_lost(std::int64_t now_ns, std::uint32_t producer, const Status& why, ConsumerActions& out);
+  // The connection to a producer broke, and whether it lives is not known: pulls as above. Its confirmations
+  // stay due; signals without one are sent again, by another way. Until producer_reachable().
+  void producer_unreachable(std::int64_t now_ns, std::uint32_t producer, const Status& why,
+                            ConsumerActions& out);
+  // There is a connection again. Between syncs only: no effect in one, or on a producer that is lost.
+  void producer_reachable(std::uint32_t producer);
+  // The answer to AnnounceRecovery. On an error the producer is no candidate in this sync.
+  void recovery_reserved(std::int64_t now_ns, std::uint32_t producer, const Status& status,
+                         ConsumerActions& out);
   // The sync failed elsewhere: it fails here with `why` (the first error is kept) once what is in flight has
   // ended. No effect while committing: the commit was decided by the sender, and a mate may have seen it.
   void fail(std::int64_t now_ns, std::uint64_t sync_id, const Status& why, ConsumerActions& out);
@@ -165,6 +189,7 @@ class ConsumerMachine {
   // touched have no say, but without any commit there is no version.
   Result<std::uint64_t> version() const;
   const DropCounters& drops() const;
+  std::uint32_t rerouted() const;  // pulls of the running or last sync that went to another producer than planned
 
  private:
   struct State;

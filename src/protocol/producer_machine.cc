@@ -14,14 +14,17 @@
 //   they are done (by a later pull of the slot, a signal of the group, a newer sync, leaving).
 // - Packs, and sums, outlive a failed sync: their tickets are kept apart from it, hold their slot, and delay
 //   SyncQuiet.
-// - Names: a sync of some names serves restrict_pulls of what each consumer announced (Consumer::running),
-// kept
-//   for the next sync of the same names. Everything by seq is by that table's seq.
+// - Names: a sync of some names serves restrict_pulls of what each consumer announced (LaneState::running), kept
+//   for the next sync of the same names. Everything by seq of a regular lane is by that table's seq.
+// - Recovery lanes: what a consumer may have to pull here because another rank died. The same rules, but for
+//   its seqs, which are counted as it issues: Serve::pull says what a seq is of. Its ring is its own, so that
+//   a meeting is over with it alone.
 // - Mapped reads, (consumer, group) answered with the tensors' places and not signalled, delay SyncQuiet too.
 // - Watchdog: last_progress_ns; begin, publish, accepted signal, pack done, pull served.
 #include "protocol/producer_machine.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <set>
 #include <unordered_map>
@@ -56,9 +59,9 @@ struct PullTable {
     seq_of.emplace(key(pull.chunk_id, pull.run), static_cast<std::uint32_t>(by_seq.size()));
     by_seq.push_back(std::make_shared<const PullDescription>(std::move(pull)));
   }
-  const PullDescription* find(std::uint32_t chunk, std::uint32_t run) const {
+  std::shared_ptr<const PullDescription> find(std::uint32_t chunk, std::uint32_t run) const {
     const auto it = seq_of.find(key(chunk, run));
-    return it == seq_of.end() ? nullptr : by_seq[it->second].get();
+    return it == seq_of.end() ? nullptr : by_seq[it->second];
   }
 };
 
@@ -74,16 +77,33 @@ struct Serve {
   enum class State : std::uint8_t { kNone, kParked, kServed };
   State state = State::kNone;
   PullId id;
+  std::shared_ptr<const PullDescription> pull;  // once it was asked for
+};
+
+// What one consumer takes here in one of its lanes.
+struct LaneState {
+  std::uint32_t ring = 0;                    // Lane::sharing_group
+  std::shared_ptr<const PullTable> table;    // what it announced
+  std::shared_ptr<const PullTable> running;  // what of it the sync has; with `table`, while it is live
+  std::vector<Serve> serves;                 // by seq, this sync
 };
 
 struct Consumer {
   std::uint64_t incarnation = 0;  // 0: none known yet
   bool gone = false;
-  bool live = false;                         // in the running (or last) sync
-  std::shared_ptr<const PullTable> table;    // what it announced
-  std::shared_ptr<const PullTable> running;  // what of it the sync has; with `table`, while it is live
+  bool live = false;  // in the running (or last) sync
   Early early;
-  std::vector<Serve> serves;  // by seq, this sync
+  std::array<LaneState, 2> lanes;  // by LaneKind
+
+  LaneState& lane(LaneKind kind) { return lanes[static_cast<std::size_t>(kind)]; }
+  const LaneState& lane(LaneKind kind) const { return lanes[static_cast<std::size_t>(kind)]; }
+};
+
+// One of the pulls of this sync.
+struct PullPlace {
+  std::uint32_t consumer = 0;
+  LaneKind lane = LaneKind::kRegular;
+  std::uint32_t seq = 0;
 };
 
 // A table and what a set of names leaves of it.
@@ -104,6 +124,8 @@ struct Slot {
 struct WaitingReserve {
   std::uint32_t consumer = 0;
   std::uint64_t incarnation = 0;
+  LaneKind lane = LaneKind::kRegular;
+  std::uint32_t depth = 0;  // slots it needs
   std::shared_ptr<const PullTable> table;
 };
 
@@ -113,9 +135,12 @@ struct Meeting {
   std::uint64_t ticket = 0;
 };
 
-// One sharing group: its serve ring and who meets there.
+// One lane's serve ring and who meets there: a sharing group, or the one consumer of a recovery lane.
 struct Ring {
-  std::uint64_t slot_bytes = 0;   // allocated
+  LaneKind kind = LaneKind::kRegular;
+  std::uint32_t depth = 0;       // slots
+  std::uint64_t slot_bytes = 0;  // allocated
+  std::uint32_t asked_depth = 0;
   std::uint64_t asked_bytes = 0;  // of the AllocateRing under way; 0: none
   std::vector<Slot> slots;
   std::vector<WaitingReserve> waiting;
@@ -142,15 +167,16 @@ struct Group {
   std::vector<bool> signalled;       // by consumer
   std::uint32_t missing = 0;         // live consumers that have not signalled
   std::uint32_t packs = 0;           // packs and sums that read it
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> parked_in_place;  // (consumer, seq)
+  std::vector<PullPlace> parked_in_place;
   std::map<std::shared_ptr<const PullDescription>, RunSums> sums;        // of what is read in place
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> meetings;       // (sharing group, seq)
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> meetings;         // (ring, seq)
 };
 
 struct ActivePack {
   std::uint64_t sync_id = 0;
   std::shared_ptr<const PullDescription> pull;
-  std::uint32_t sharing_group = 0, slot = 0;  // kNone: a sum
+  std::uint32_t ring = 0, slot = 0;  // kNone: a sum
+  std::uint32_t seq = 0;
 };
 
 bool fits(const PublishedView& view) {
@@ -183,7 +209,11 @@ struct ProducerMachine::State {
     consumers.resize(tables.num_consumers);
     sharing = effective_workers_per_replica(tables);
     replica = std::max(1u, tables.num_consumers / std::max(1u, tables.num_replicas));
-    rings.resize(sharing);
+    for (std::uint32_t ring = 0; ring < sharing; ++ring) rings[ring].depth = tables.ring_depth;
+    for (std::uint32_t c = 0; c < consumers.size(); ++c) {
+      consumers[c].lane(LaneKind::kRegular).ring = c % sharing;
+      consumers[c].lane(LaneKind::kRecovery).ring = sharing + c;
+    }
     groups.resize(tables.group_lens.size());
     group_of = group_of_names(tables);
     const Ownership& own = tables.ownership;
@@ -211,7 +241,7 @@ struct ProducerMachine::State {
   std::vector<std::uint32_t> group_of;
 
   std::vector<Consumer> consumers;
-  std::vector<Ring> rings;
+  std::map<std::uint32_t, Ring> rings;  // by Lane::sharing_group; those of recovery lanes once announced
   std::vector<Group> groups;
   std::set<std::uint32_t> waiting_rings;  // those with announcements that wait for memory
   std::map<std::uint64_t, ActivePack> packs;
@@ -246,24 +276,33 @@ struct ProducerMachine::State {
     out.push_back(FailReply{incarnation, pull, std::move(why)});
   }
 
-  void unpark(std::uint32_t consumer, std::uint32_t seq, const Status& why, ProducerActions& out) {
-    Serve& serve = consumers[consumer].serves[seq];
+  Serve& serve_of(const PullPlace& place) {
+    return consumers[place.consumer].lane(place.lane).serves[place.seq];
+  }
+
+  void unpark(const PullPlace& place, const Status& why, ProducerActions& out) {
+    Serve& serve = serve_of(place);
     if (serve.state != Serve::State::kParked) return;
     serve.state = Serve::State::kNone;
-    refuse(consumers[consumer].incarnation, serve.id, why, out);
+    refuse(consumers[place.consumer].incarnation, serve.id, why, out);
+  }
+
+  // All of a consumer.
+  void unpark_all(std::uint32_t consumer, const Status& why, ProducerActions& out) {
+    for (const LaneKind kind : {LaneKind::kRegular, LaneKind::kRecovery}) {
+      for (std::uint32_t seq = 0; seq < consumers[consumer].lane(kind).serves.size(); ++seq)
+        unpark({consumer, kind, seq}, why, out);
+    }
   }
 
   // The same seq served once more is not progress: a consumer that only repeats itself must not hold the
   // watchdog off.
-  void answer(std::int64_t now_ns, std::uint32_t consumer, std::uint32_t seq, ReadyInfo ready,
-              ProducerActions& out) {
-    Serve& serve = consumers[consumer].serves[seq];
+  void answer(std::int64_t now_ns, const PullPlace& place, ReadyInfo ready, ProducerActions& out) {
+    Serve& serve = serve_of(place);
     if (serve.state != Serve::State::kServed) last_progress_ns = now_ns;
     serve.state = Serve::State::kServed;
-    if (ready.path != Path::kPacked) {
-      mapped_reads[sync_id].emplace(consumer, consumers[consumer].running->by_seq[seq]->group);
-    }
-    out.push_back(ReadyReply{consumers[consumer].incarnation, serve.id, std::move(ready)});
+    if (ready.path != Path::kPacked) mapped_reads[sync_id].emplace(place.consumer, serve.pull->group);
+    out.push_back(ReadyReply{consumers[place.consumer].incarnation, serve.id, std::move(ready)});
   }
 
   // ---- published views --------------------------------------------------------------------------
@@ -297,23 +336,23 @@ struct ProducerMachine::State {
   }
 
   // Answers a parked pull of published tensors that are read in place, or lets it wait for the run's sums.
-  void serve_in_place(std::int64_t now_ns, std::uint32_t consumer, std::uint32_t seq, ProducerActions& out) {
-    const auto& pull = consumers[consumer].running->by_seq[seq];
+  void serve_in_place(std::int64_t now_ns, const PullPlace& place, ProducerActions& out) {
+    const std::shared_ptr<const PullDescription> pull = serve_of(place).pull;
     Group& group = groups[pull->group];
     if (summed(tables, pull->path)) {
       const auto [sums, fresh] = group.sums.try_emplace(pull);
       if (fresh) {
         const std::uint64_t ticket = next_ticket++;
         ++group.packs;
-        packs.emplace(ticket, ActivePack{sync_id, pull, kNone, kNone});
+        packs.emplace(ticket, ActivePack{sync_id, pull, kNone, kNone, place.seq});
         out.push_back(Sum{ticket, pull, sources_of(*pull)});
       }
       if (!sums->second.made) {
-        group.parked_in_place.emplace_back(consumer, seq);
+        group.parked_in_place.push_back(place);
         return;
       }
     }
-    answer(now_ns, consumer, seq, in_place_ready(pull), out);
+    answer(now_ns, place, in_place_ready(pull), out);
   }
 
   static ReadyInfo packed_ready(const PullDescription& pull, std::uint32_t slot_index, const Slot& slot) {
@@ -328,20 +367,19 @@ struct ProducerMachine::State {
 
   // ---- packing ----------------------------------------------------------------------------------
 
-  std::uint32_t slot_of(std::uint32_t seq) const { return seq % tables.ring_depth; }
-
   // Starts the pack of a meeting when every live sharer is there, the group is published and the slot is
   // free.
-  void try_pack(std::uint32_t sharing_group, std::uint32_t seq, ProducerActions& out) {
-    Ring& ring = rings[sharing_group];
+  void try_pack(std::uint32_t ring_id, std::uint32_t seq, ProducerActions& out) {
+    Ring& ring = rings.at(ring_id);
     const auto it = ring.meetings.find(seq);
     if (!running || it == ring.meetings.end() || it->second.ticket != 0 || it->second.arrived.empty()) return;
     Meeting& meeting = it->second;
     if (meeting.arrived.size() != ring.live_sharers) return;  // only live consumers are in it, each once
-    const auto& pull = consumers[meeting.arrived.front()].running->by_seq[seq];
+    const auto& pull = serve_of({meeting.arrived.front(), ring.kind, seq}).pull;
     Group& group = groups[pull->group];
     if (!group.published || ring.asked_bytes != 0 || ring.slots.empty()) return;
-    Slot& slot = ring.slots[slot_of(seq)];
+    const std::uint32_t index = seq % ring.depth;
+    Slot& slot = ring.slots[index];
     if (slot.ticket != 0) return;  // a pack of an earlier sync still writes it
 
     const std::uint64_t ticket = next_ticket++;
@@ -352,23 +390,26 @@ struct ProducerMachine::State {
     slot.group = pull->group;
     meeting.ticket = ticket;
     ++group.packs;
-    packs.emplace(ticket, ActivePack{sync_id, pull, sharing_group, slot_of(seq)});
-    out.push_back(
-        Pack{ticket, sharing_group, slot_of(seq), pull, sources_of(*pull), summed(tables, pull->path)});
+    packs.emplace(ticket, ActivePack{sync_id, pull, ring_id, index, seq});
+    out.push_back(Pack{ticket, ring_id, index, pull, sources_of(*pull), summed(tables, pull->path)});
   }
 
-  void try_all_packs(std::uint32_t sharing_group, ProducerActions& out) {
+  void try_all_packs(std::uint32_t ring_id, ProducerActions& out) {
     std::vector<std::uint32_t> seqs;
-    for (const auto& [seq, meeting] : rings[sharing_group].meetings) seqs.push_back(seq);
-    for (const std::uint32_t seq : seqs) try_pack(sharing_group, seq, out);
+    for (const auto& [seq, meeting] : rings.at(ring_id).meetings) seqs.push_back(seq);
+    for (const std::uint32_t seq : seqs) try_pack(ring_id, seq, out);
   }
 
   // ---- slots being read -------------------------------------------------------------------------
 
   template <typename Predicate>
   void stop_reading(std::uint32_t consumer, Predicate which) {
-    for (Slot& slot : rings[consumer % sharing].slots) {
-      if (which(slot)) std::erase(slot.readers, consumer);
+    for (const LaneState& lane : consumers[consumer].lanes) {
+      const auto ring = rings.find(lane.ring);
+      if (ring == rings.end()) continue;
+      for (Slot& slot : ring->second.slots) {
+        if (which(slot)) std::erase(slot.readers, consumer);
+      }
     }
   }
   // What it sends in this sync shows that its reads of earlier ones have ended: a worker starts a sync with
@@ -401,14 +442,13 @@ struct ProducerMachine::State {
     group.freed = true;
     --unfreed;
     const Status freed = freed_status(g);
-    for (const auto& [consumer, seq] : std::exchange(group.parked_in_place, {}))
-      unpark(consumer, seq, freed, out);
-    for (const auto& [sharing_group, seq] : std::exchange(group.meetings, {})) {
-      auto& meetings = rings[sharing_group].meetings;
-      const auto it = meetings.find(seq);
-      if (it == meetings.end()) continue;
-      for (const std::uint32_t consumer : it->second.arrived) unpark(consumer, seq, freed, out);
-      meetings.erase(it);
+    for (const PullPlace& place : std::exchange(group.parked_in_place, {})) unpark(place, freed, out);
+    for (const auto& [ring_id, seq] : std::exchange(group.meetings, {})) {
+      Ring& ring = rings.at(ring_id);
+      const auto it = ring.meetings.find(seq);
+      if (it == ring.meetings.end()) continue;
+      for (const std::uint32_t consumer : it->second.arrived) unpark({consumer, ring.kind, seq}, freed, out);
+      ring.meetings.erase(it);
     }
     group.views.clear();
     group.sums.clear();
@@ -426,10 +466,8 @@ struct ProducerMachine::State {
     if (!running) return;
     failure = why;
     running = ending = false;
-    for (std::uint32_t c = 0; c < consumers.size(); ++c) {
-      for (std::uint32_t seq = 0; seq < consumers[c].serves.size(); ++seq) unpark(c, seq, why, out);
-    }
-    for (Ring& ring : rings) ring.meetings.clear();
+    for (std::uint32_t c = 0; c < consumers.size(); ++c) unpark_all(c, why, out);
+    for (auto& [id, ring] : rings) ring.meetings.clear();
     for (Group& group : groups) {
       group.views.clear();
       group.sums.clear();
@@ -456,15 +494,17 @@ struct ProducerMachine::State {
 
   bool anything_parked() const {
     for (const Consumer& consumer : consumers) {
-      for (const Serve& serve : consumer.serves) {
-        if (serve.state == Serve::State::kParked) return true;
+      for (const LaneState& lane : consumer.lanes) {
+        for (const Serve& serve : lane.serves) {
+          if (serve.state == Serve::State::kParked) return true;
+        }
       }
     }
     return false;
   }
 
   bool anything_read() const {
-    for (const Ring& ring : rings) {
+    for (const auto& [id, ring] : rings) {
       for (const Slot& slot : ring.slots) {
         if (slot.sync_id != sync_id) continue;
         if (slot.ticket != 0) return true;
@@ -487,49 +527,56 @@ struct ProducerMachine::State {
     }
     for (auto it = waiting_rings.begin(); it != waiting_rings.end();) {
       settle_ring(*it, out);
-      it = rings[*it].waiting.empty() ? waiting_rings.erase(it) : std::next(it);
+      it = rings.at(*it).waiting.empty() ? waiting_rings.erase(it) : std::next(it);
     }
   }
 
   // ---- reserving --------------------------------------------------------------------------------
 
-  void settle_ring(std::uint32_t sharing_group, ProducerActions& out) {
-    Ring& ring = rings[sharing_group];
+  void settle_ring(std::uint32_t ring_id, ProducerActions& out) {
+    Ring& ring = rings.at(ring_id);
     if (ring.asked_bytes != 0) return;
     std::uint64_t wanted = 0;
-    for (const WaitingReserve& waiting : ring.waiting) wanted = std::max(wanted, waiting.table->slot_bytes);
-    if (wanted <= ring.slot_bytes) {
+    std::uint32_t depth = ring.depth;
+    for (const WaitingReserve& waiting : ring.waiting) {
+      wanted = std::max(wanted, waiting.table->slot_bytes);
+      depth = waiting.depth;  // all alike: those of regular lanes have K, a recovery lane has one consumer
+    }
+    if (ring.slots.empty()) ring.depth = depth;  // so far only read in place, if at all
+    if (wanted <= ring.slot_bytes && depth == ring.depth) {
       for (WaitingReserve& waiting : std::exchange(ring.waiting, {})) record(waiting, out);
       return;
     }
     if (ring.busy()) return;
-    ring.asked_bytes = wanted;
-    out.push_back(AllocateRing{sharing_group, tables.ring_depth, wanted});
+    ring.asked_depth = depth;
+    ring.asked_bytes = std::max(wanted, ring.slot_bytes);
+    out.push_back(AllocateRing{ring_id, depth, ring.asked_bytes});
   }
 
   void record(WaitingReserve& waiting, ProducerActions& out) {
     Consumer& consumer = consumers[waiting.consumer];
-    consumer.table = std::move(waiting.table);
-    if (consumer.live) choose_table(consumer);
-    out.push_back(ReserveReply{waiting.consumer, waiting.incarnation, {}});
+    LaneState& lane = consumer.lane(waiting.lane);
+    lane.table = std::move(waiting.table);
+    if (consumer.live) choose_table(lane);
+    out.push_back(ReserveReply{waiting.consumer, waiting.incarnation, waiting.lane, {}});
   }
 
   // What of its announcement the running sync has.
-  void choose_table(Consumer& consumer) {
-    consumer.running = consumer.table;
-    if (consumer.table == nullptr) return;
+  void choose_table(LaneState& lane) {
+    lane.running = lane.table;
+    if (lane.table == nullptr) return;
     if (!names.empty()) {
-      Part& part = parts[consumer.table.get()];
+      Part& part = parts[lane.table.get()];
       if (part.part == nullptr) {
         std::vector<PullDescription> pulls;
-        for (const auto& pull : consumer.table->by_seq) pulls.push_back(*pull);
+        for (const auto& pull : lane.table->by_seq) pulls.push_back(*pull);
         auto table = std::make_shared<PullTable>();
         for (PullDescription& pull : restrict_pulls(pulls, names)) table->add(std::move(pull));
-        part = {consumer.table, std::move(table)};
+        part = {lane.table, std::move(table)};
       }
-      consumer.running = part.part;
+      lane.running = part.part;
     }
-    consumer.serves.resize(std::max(consumer.serves.size(), consumer.running->by_seq.size()));
+    lane.serves.resize(std::max(lane.serves.size(), lane.running->by_seq.size()));
   }
 
   Status check_settings(std::uint32_t consumer, std::uint32_t ring_depth, std::uint32_t num_consumers,
@@ -560,9 +607,10 @@ struct ProducerMachine::State {
     }
     for (const PullDescription& pull : pulls) {  // in seq order, distinct, of known groups: checked above
       const std::string what = fmt::format("chunk {} run {}", pull.chunk_id, pull.run);
-      if (pull.lane.sharing_group != consumer % sharing) {
+      if (const std::uint32_t ring = consumers[consumer].lane(pull.lane.kind).ring;
+          pull.lane.sharing_group != ring) {
         return refuse(fmt::format("{} is in the lane of sharing group {}, not {}", what,
-                                  pull.lane.sharing_group, consumer % sharing));
+                                  pull.lane.sharing_group, ring));
       }
       if (pull.path == Path::kPacked && pull.bytes > slot_bytes) {
         return refuse(
@@ -605,10 +653,11 @@ struct ProducerMachine::State {
       return {};
     };
     for (std::uint32_t c = consumer % sharing; c < tables.num_consumers; c += sharing) {
-      if (c == consumer || consumers[c].gone || !consumers[c].table) continue;
-      SHARDPULL_RETURN_IF_ERROR(compare(c, *consumers[c].table));
+      const auto& theirs = consumers[c].lane(LaneKind::kRegular).table;
+      if (c == consumer || consumers[c].gone || !theirs) continue;
+      SHARDPULL_RETURN_IF_ERROR(compare(c, *theirs));
     }
-    for (const WaitingReserve& waiting : rings[consumer % sharing].waiting) {
+    for (const WaitingReserve& waiting : rings.at(consumer % sharing).waiting) {
       if (waiting.consumer == consumer) continue;
       SHARDPULL_RETURN_IF_ERROR(compare(waiting.consumer, *waiting.table));
     }
@@ -616,10 +665,12 @@ struct ProducerMachine::State {
   }
 
   // A waiting announcement that its own consumer has replaced, or whose process is gone.
-  void drop_waiting(std::uint32_t consumer, const Status& why, ProducerActions& out) {
-    std::erase_if(rings[consumer % sharing].waiting, [&](const WaitingReserve& waiting) {
+  void drop_waiting(std::uint32_t consumer, LaneKind lane, const Status& why, ProducerActions& out) {
+    const auto ring = rings.find(consumers[consumer].lane(lane).ring);
+    if (ring == rings.end()) return;
+    std::erase_if(ring->second.waiting, [&](const WaitingReserve& waiting) {
       if (waiting.consumer != consumer) return false;
-      out.push_back(ReserveReply{consumer, waiting.incarnation, why});
+      out.push_back(ReserveReply{consumer, waiting.incarnation, lane, why});
       return true;
     });
   }
@@ -641,22 +692,26 @@ struct ProducerMachine::State {
       if (!consumers[c].live) continue;
       consumers[c].live = false;
       --live_count;
-      --rings[c % sharing].live_sharers;
-      touched.insert(c % sharing);
       stop_reading_all(c);
       for (Group& group : groups) {
         if (group.in_sync && !group.signalled[c]) --group.missing;
-        std::erase_if(group.parked_in_place, [&](const auto& parked) { return parked.first == c; });
+        std::erase_if(group.parked_in_place, [&](const PullPlace& parked) { return parked.consumer == c; });
       }
-      auto& meetings = rings[c % sharing].meetings;
-      for (auto it = meetings.begin(); it != meetings.end();) {
-        std::erase(it->second.arrived, c);
-        it = it->second.arrived.empty() && it->second.ticket == 0 ? meetings.erase(it) : std::next(it);
+      for (const LaneState& lane : consumers[c].lanes) {
+        const auto ring = rings.find(lane.ring);
+        if (ring == rings.end()) continue;
+        --ring->second.live_sharers;
+        touched.insert(lane.ring);
+        auto& meetings = ring->second.meetings;
+        for (auto it = meetings.begin(); it != meetings.end();) {
+          std::erase(it->second.arrived, c);
+          it = it->second.arrived.empty() && it->second.ticket == 0 ? meetings.erase(it) : std::next(it);
+        }
       }
-      for (std::uint32_t seq = 0; seq < consumers[c].serves.size(); ++seq) unpark(c, seq, lost, out);
+      unpark_all(c, lost, out);
     }
     if (live_count == 0) return fail_sync(lost, out);
-    for (const std::uint32_t sharing_group : touched) try_all_packs(sharing_group, out);
+    for (const std::uint32_t ring : touched) try_all_packs(ring, out);
     for (std::uint32_t g = 0; g < groups.size(); ++g) maybe_free(g, out);
   }
 
@@ -676,11 +731,11 @@ struct ProducerMachine::State {
 
   void forget_life(std::uint32_t consumer, const Status& why, ProducerActions& out) {
     Consumer& state = consumers[consumer];
-    drop_waiting(consumer, why, out);
+    for (const LaneKind kind : {LaneKind::kRegular, LaneKind::kRecovery}) drop_waiting(consumer, kind, why, out);
     leave_sync(consumer, why, out);
     drops.stale_incarnation += state.early.size();
     state.early = {};
-    state.table = state.running = nullptr;
+    for (LaneState& lane : state.lanes) lane.table = lane.running = nullptr;
     stop_reading_all(consumer);
   }
 
@@ -714,9 +769,9 @@ struct ProducerMachine::State {
     for (const std::uint32_t g : fresh) {
       // It will not read what it still waits for. (Packed pulls stay: the other sharers count on the
       // meeting.)
-      std::erase_if(groups[g].parked_in_place, [&](const auto& parked) {
-        if (parked.first != consumer) return false;
-        unpark(consumer, parked.second,
+      std::erase_if(groups[g].parked_in_place, [&](const PullPlace& parked) {
+        if (parked.consumer != consumer) return false;
+        unpark(parked,
                peer_error(StatusCode::kCancelled, worker_name(consumer),
                           fmt::format("{}: {} signalled group {} meanwhile", me(), worker_name(consumer), g)),
                out);
@@ -739,9 +794,10 @@ struct ProducerMachine::State {
       return no(StatusCode::kFailedPrecondition,
                 fmt::format("{} is not live in sync {}", worker_name(pull.consumer), sync_id));
     }
-    const PullDescription* known = consumer.running->find(pull.chunk, pull.run);
+    LaneState& lane = consumer.lane(pull.lane);
+    const std::shared_ptr<const PullDescription> known = lane.running->find(pull.chunk, pull.run);
     if (known == nullptr) {
-      if (consumer.table->find(pull.chunk, pull.run) != nullptr) {
+      if (lane.table->find(pull.chunk, pull.run) != nullptr) {
         return no(StatusCode::kFailedPrecondition,
                   fmt::format("chunk {} run {} of {} has none of the names of sync {}", pull.chunk, pull.run,
                               worker_name(pull.consumer), sync_id));
@@ -752,8 +808,17 @@ struct ProducerMachine::State {
     const auto what = [&] {
       return fmt::format("chunk {} of {} (seq {})", pull.chunk, worker_name(pull.consumer), pull.seq);
     };
-    if (known->seq != pull.seq) {
+    if (pull.lane == LaneKind::kRegular && known->seq != pull.seq) {
       return no(StatusCode::kInvalidArgument, fmt::format("{}: its seq is {}", what(), known->seq));
+    }
+    if (pull.seq >= lane.serves.size()) {
+      return no(StatusCode::kInvalidArgument,
+                fmt::format("{}: its lane has {} pulls", what(), lane.serves.size()));
+    }
+    Serve& serve = lane.serves[pull.seq];
+    if (serve.pull != nullptr && (serve.pull->chunk_id != pull.chunk || serve.pull->run != pull.run)) {
+      return no(StatusCode::kInvalidArgument,
+                fmt::format("{}: that seq is chunk {}'s", what(), serve.pull->chunk_id));
     }
     Group& group = groups[known->group];
     if (!group.in_sync) {
@@ -767,46 +832,43 @@ struct ProducerMachine::State {
           StatusCode::kFailedPrecondition,
           fmt::format("{}: group {} was already signalled by it in sync {}", what(), known->group, sync_id));
     }
-    const std::uint32_t depth = tables.ring_depth;
-    if (pull.seq >= depth && consumer.serves[pull.seq - depth].state != Serve::State::kServed) {
+    Ring& ring = rings.at(lane.ring);
+    const std::uint32_t depth = ring.depth;
+    if (pull.seq >= depth && lane.serves[pull.seq - depth].state != Serve::State::kServed) {
       return no(StatusCode::kFailedPrecondition,
-                fmt::format("{}: too early, seq {} has not been served to it (ring_depth {})", what(),
+                fmt::format("{}: too early, seq {} has not been served to it ({} slots)", what(),
                             pull.seq - depth, depth));
     }
 
-    Serve& serve = consumer.serves[pull.seq];
-    Ring& ring = rings[pull.consumer % sharing];
+    const PullPlace place{pull.consumer, pull.lane, pull.seq};
     if (serve.state == Serve::State::kParked) {  // asked again: one answer, to the latest try
       serve.id = pull;
       return;
     }
     if (serve.state == Serve::State::kServed) {
       serve.id = pull;
-      if (known->path != Path::kPacked) {
-        return answer(now_ns, pull.consumer, pull.seq, in_place_ready(consumer.running->by_seq[pull.seq]),
-                      out);
-      }
-      const Slot& slot = ring.slots[slot_of(pull.seq)];
+      if (known->path != Path::kPacked) return answer(now_ns, place, in_place_ready(known), out);
+      const Slot& slot = ring.slots[pull.seq % depth];
       if (slot.sync_id == sync_id && slot.seq == pull.seq) {
-        return answer(now_ns, pull.consumer, pull.seq, packed_ready(*known, slot_of(pull.seq), slot), out);
+        return answer(now_ns, place, packed_ready(*known, pull.seq % depth, slot), out);
       }
       return no(StatusCode::kFailedPrecondition,
                 fmt::format("{}: served before, and its slot holds a later one", what()));
     }
 
-    serve = Serve{Serve::State::kParked, pull};
+    serve = Serve{Serve::State::kParked, pull, known};
     if (known->path != Path::kPacked) {
-      if (group.published) return serve_in_place(now_ns, pull.consumer, pull.seq, out);
-      group.parked_in_place.emplace_back(pull.consumer, pull.seq);
+      if (group.published) return serve_in_place(now_ns, place, out);
+      group.parked_in_place.push_back(place);
       return;
     }
     stop_reading_earlier_syncs(pull.consumer);
     // Issued at this depth, the consumer has landed what it read from this slot before.
-    stop_reading(pull.consumer, [&](const Slot& slot) { return &slot == &ring.slots[slot_of(pull.seq)]; });
+    stop_reading(pull.consumer, [&](const Slot& slot) { return &slot == &ring.slots[pull.seq % depth]; });
     Meeting& meeting = ring.meetings[pull.seq];
-    if (meeting.arrived.empty()) group.meetings.emplace_back(pull.consumer % sharing, pull.seq);
+    if (meeting.arrived.empty()) group.meetings.emplace_back(lane.ring, pull.seq);
     meeting.arrived.push_back(pull.consumer);
-    try_pack(pull.consumer % sharing, pull.seq, out);
+    try_pack(lane.ring, pull.seq, out);
   }
 
   // What the sync waits for, for the watchdog's message.
@@ -838,18 +900,22 @@ struct ProducerMachine::State {
     std::string parked;
     std::size_t parked_count = 0;
     for (std::uint32_t c = 0; c < consumers.size(); ++c) {
-      for (const Serve& serve : consumers[c].serves) {
-        if (serve.state != Serve::State::kParked || ++parked_count > 4) continue;
-        parked += fmt::format("{}chunk {} of {}", parked.empty() ? "" : ", ", serve.id.chunk, worker_name(c));
+      for (const LaneState& lane : consumers[c].lanes) {
+        for (const Serve& serve : lane.serves) {
+          if (serve.state != Serve::State::kParked || ++parked_count > 4) continue;
+          parked +=
+              fmt::format("{}chunk {} of {}", parked.empty() ? "" : ", ", serve.id.chunk, worker_name(c));
+        }
       }
     }
     if (parked_count != 0)
       text += fmt::format("; {} pull(s) parked: {}{}", parked_count, parked, parked_count > 4 ? ", ..." : "");
-    for (std::uint32_t s = 0; s < rings.size(); ++s) {
-      for (const auto& [seq, meeting] : rings[s].meetings) {
+    for (const auto& [id, ring] : rings) {
+      if (ring.kind == LaneKind::kRecovery) break;
+      for (const auto& [seq, meeting] : ring.meetings) {
         if (meeting.ticket != 0) continue;
         std::vector<std::uint32_t> absent;
-        for (std::uint32_t c = s; c < consumers.size(); c += sharing) {
+        for (std::uint32_t c = id; c < consumers.size(); c += sharing) {
           if (consumers[c].live &&
               std::find(meeting.arrived.begin(), meeting.arrived.end(), c) == meeting.arrived.end()) {
             absent.push_back(c);
@@ -930,18 +996,22 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
   s.live_count = static_cast<std::uint32_t>(live.size());
   for (Consumer& consumer : s.consumers) {
     consumer.live = false;
-    consumer.serves.clear();
-    consumer.running = nullptr;
+    for (LaneState& lane : consumer.lanes) {
+      lane.serves.clear();
+      lane.running = nullptr;
+    }
   }
   std::erase_if(s.parts, [](const auto& part) { return part.second.whole.use_count() == 1; });
-  for (Ring& ring : s.rings) {
+  for (auto& [id, ring] : s.rings) {
     ring.meetings.clear();
     ring.live_sharers = 0;
   }
   for (const std::uint32_t c : live) {
     s.consumers[c].live = true;
-    ++s.rings[c % s.sharing].live_sharers;
-    s.choose_table(s.consumers[c]);
+    for (LaneState& lane : s.consumers[c].lanes) {
+      if (const auto ring = s.rings.find(lane.ring); ring != s.rings.end()) ++ring->second.live_sharers;
+      s.choose_table(lane);
+    }
   }
   for (Group& group : s.groups) {
     group.in_sync = group.published = group.freed = false;
@@ -1061,10 +1131,9 @@ Status ProducerMachine::publish_group(std::int64_t now_ns, std::uint32_t g, std:
   group.published = true;
   --s.unpublished;
   s.last_progress_ns = now_ns;
-  for (const auto& [consumer, seq] : std::exchange(group.parked_in_place, {}))
-    s.serve_in_place(now_ns, consumer, seq, out);
+  for (const PullPlace& place : std::exchange(group.parked_in_place, {})) s.serve_in_place(now_ns, place, out);
   const auto meetings = group.meetings;
-  for (const auto& [sharing_group, seq] : meetings) s.try_pack(sharing_group, seq, out);
+  for (const auto& [ring, seq] : meetings) s.try_pack(ring, seq, out);
   s.maybe_free(g, out);
   s.settle(out);
   return {};
@@ -1085,8 +1154,9 @@ void ProducerMachine::reserve(std::int64_t now_ns, std::uint32_t consumer, std::
                               std::vector<PullDescription> pulls, ProducerActions& out) {
   State& s = *state_;
   (void)now_ns;
+  const LaneKind lane = pulls.empty() ? LaneKind::kRegular : pulls.front().lane.kind;
   const auto reply = [&](Status status) {
-    out.push_back(ReserveReply{consumer, incarnation, std::move(status)});
+    out.push_back(ReserveReply{consumer, incarnation, lane, std::move(status)});
   };
   if (s.shut) return reply(shutting_down());
   if (consumer >= s.consumers.size()) {
@@ -1112,7 +1182,10 @@ void ProducerMachine::reserve(std::int64_t now_ns, std::uint32_t consumer, std::
   if (Status status = s.check_descriptions(consumer, pulls, slot_bytes, *table); !status.ok()) {
     return reply(std::move(status));
   }
-  if (Status status = s.check_sharers(consumer, *table); !status.ok()) return reply(std::move(status));
+  const bool shared = lane == LaneKind::kRegular;
+  if (shared) {
+    if (Status status = s.check_sharers(consumer, *table); !status.ok()) return reply(std::move(status));
+  }
 
   // Accepted, but for the memory.
   Consumer& state = s.consumers[consumer];
@@ -1125,45 +1198,64 @@ void ProducerMachine::reserve(std::int64_t now_ns, std::uint32_t consumer, std::
   const Status replaced =
       peer_error(StatusCode::kAborted, worker_name(consumer),
                  fmt::format("{} announced its pulls again", worker_name(consumer)), Reason::kSuperseded);
-  s.drop_waiting(consumer, replaced, out);
-  if (state.table && state.table->digest == digest && state.table->slot_bytes >= slot_bytes) {
+  s.drop_waiting(consumer, lane, replaced, out);
+  LaneState& known = state.lane(lane);
+  if (known.table && known.table->digest == digest && known.table->slot_bytes >= slot_bytes) {
     reply({});
     return s.settle(out);
   }
-  if (state.table && state.table->digest != digest) s.forget_life(consumer, replaced, out);
-  s.waiting_rings.insert(consumer % s.sharing);
+  if (known.table && !shared) {
+    return reply(peer_error(StatusCode::kFailedPrecondition, worker_name(consumer),
+                            fmt::format("{} announced other pulls of its recovery lane before",
+                                        worker_name(consumer)),
+                            Reason::kSettingMismatch));
+  }
+  if (known.table && known.table->digest != digest) s.forget_life(consumer, replaced, out);
+  s.waiting_rings.insert(known.ring);
+  if (!shared) {
+    const auto [ring, fresh] = s.rings.try_emplace(known.ring);
+    if (fresh) {
+      ring->second.kind = lane;
+      ring->second.live_sharers = state.live ? 1 : 0;
+    }
+    ring->second.waiting.push_back(
+        {consumer, incarnation, lane, lane_slots(pulls, ring_depth), std::move(table)});
+    return s.settle(out);
+  }
   // Sharers' tables are equal: keep one. (`table` may ask for another slot size; the ring is sized for the
   // largest.)
   for (std::uint32_t c = consumer % s.sharing; c < s.tables.num_consumers; c += s.sharing) {
-    const auto& other = s.consumers[c].table;
+    const auto& other = s.consumers[c].lane(lane).table;
     if (other && !s.consumers[c].gone && other->slot_bytes == slot_bytes) {
-      s.rings[consumer % s.sharing].waiting.push_back({consumer, incarnation, other});
+      s.rings.at(known.ring).waiting.push_back({consumer, incarnation, lane, ring_depth, other});
       return s.settle(out);
     }
   }
-  s.rings[consumer % s.sharing].waiting.push_back({consumer, incarnation, std::move(table)});
+  s.rings.at(known.ring).waiting.push_back({consumer, incarnation, lane, ring_depth, std::move(table)});
   s.settle(out);
 }
 
-void ProducerMachine::ring_allocated(std::int64_t now_ns, std::uint32_t sharing_group, const Status& status,
+void ProducerMachine::ring_allocated(std::int64_t now_ns, std::uint32_t ring_id, const Status& status,
                                      ProducerActions& out) {
   State& s = *state_;
   (void)now_ns;
-  if (sharing_group >= s.rings.size() || s.rings[sharing_group].asked_bytes == 0) return;
-  Ring& ring = s.rings[sharing_group];
+  const auto found = s.rings.find(ring_id);
+  if (found == s.rings.end() || found->second.asked_bytes == 0) return;
+  Ring& ring = found->second;
   const std::uint64_t asked = std::exchange(ring.asked_bytes, 0);
   if (status.ok()) {
     ring.slot_bytes = asked;
-    ring.slots.assign(s.tables.ring_depth, Slot{});
+    ring.depth = ring.asked_depth;
+    ring.slots.assign(ring.depth, Slot{});
   } else {
     std::erase_if(ring.waiting, [&](const WaitingReserve& waiting) {
-      if (waiting.table->slot_bytes <= ring.slot_bytes) return false;
-      out.push_back(ReserveReply{waiting.consumer, waiting.incarnation, status});
+      if (waiting.table->slot_bytes <= ring.slot_bytes && waiting.depth == ring.depth) return false;
+      out.push_back(ReserveReply{waiting.consumer, waiting.incarnation, waiting.lane, status});
       return true;
     });
   }
   if (s.shut) return;
-  s.try_all_packs(sharing_group, out);
+  s.try_all_packs(ring_id, out);
   s.settle(out);
 }
 
@@ -1189,7 +1281,8 @@ void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const
                           incarnation, consumer.incarnation),
               Reason::kBadToken);
   }
-  if (!consumer.table) {
+  const LaneState& lane = consumer.lane(pull.lane);
+  if (!lane.table) {
     return no(StatusCode::kFailedPrecondition,
               fmt::format("{} has not reserved", worker_name(pull.consumer)));
   }
@@ -1197,9 +1290,10 @@ void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const
     ++s.drops.stale_sync;
     return;
   }
-  const PullDescription* known = consumer.table->find(pull.chunk, pull.run);
   if (pull.sync_id > s.sync_id) {
-    if (known == nullptr || pull.seq > known->seq) {  // in a sync of some names it comes earlier
+    const std::shared_ptr<const PullDescription> known = lane.table->find(pull.chunk, pull.run);
+    // In a sync of some names it comes earlier in its lane.
+    if (known == nullptr || (pull.lane == LaneKind::kRegular && pull.seq > known->seq)) {
       return no(StatusCode::kNotFound,
                 fmt::format("{} has not announced chunk {} run {} with seq {}", worker_name(pull.consumer),
                             pull.chunk, pull.run, pull.seq));
@@ -1216,7 +1310,7 @@ void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const
     }
     ++s.drops.kept_early;
     const auto it = std::find_if(early.pulls.begin(), early.pulls.end(), [&](const PullId& other) {
-      return other.chunk == pull.chunk && other.run == pull.run;
+      return other.chunk == pull.chunk && other.run == pull.run && other.lane == pull.lane;
     });
     if (it != early.pulls.end()) {
       *it = pull;
@@ -1238,7 +1332,7 @@ void ProducerMachine::pack_done(std::int64_t now_ns, std::uint64_t ticket, const
   s.packs.erase(it);
   const PullDescription& pull = *pack.pull;
   const bool in_place = pack.slot == kNone;
-  Slot* const slot = in_place ? nullptr : &s.rings[pack.sharing_group].slots[pack.slot];
+  Slot* const slot = in_place ? nullptr : &s.rings.at(pack.ring).slots[pack.slot];
   if (slot != nullptr) slot->ticket = 0;
   if (status.ok() && !in_place) {
     ++s.packs_done;
@@ -1246,7 +1340,7 @@ void ProducerMachine::pack_done(std::int64_t now_ns, std::uint64_t ticket, const
   }
 
   if (!s.running || pack.sync_id != s.sync_id) {  // its sync is over
-    if (!s.shut && !in_place) s.try_all_packs(pack.sharing_group, out);
+    if (!s.shut && !in_place) s.try_all_packs(pack.ring, out);
     return s.settle(out);
   }
   Group& group = s.groups[pull.group];
@@ -1259,29 +1353,28 @@ void ProducerMachine::pack_done(std::int64_t now_ns, std::uint64_t ticket, const
   }
   if (!why.ok()) {
     why = why.with_context(fmt::format("{}: {} seq {} of group {}", s.me(),
-                                       in_place ? "summing" : "packing", pull.seq, pull.group));
+                                       in_place ? "summing" : "packing", pack.seq, pull.group));
     s.fail_sync(why, out);  // every parked pull with it, the sharers' among them
     return s.settle(out);
   }
   if (in_place) {
     group.sums[pack.pull] = {true, std::move(sums)};
-    for (const auto& [consumer, seq] : std::exchange(group.parked_in_place, {}))
-      s.serve_in_place(now_ns, consumer, seq, out);  // those of other runs are parked again
+    for (const PullPlace& place : std::exchange(group.parked_in_place, {}))
+      s.serve_in_place(now_ns, place, out);  // those of other runs are parked again
   } else {
-    Ring& ring = s.rings[pack.sharing_group];
-    const auto meeting = ring.meetings.find(pull.seq);
+    Ring& ring = s.rings.at(pack.ring);
+    const auto meeting = ring.meetings.find(pack.seq);
     std::vector<std::uint32_t> arrived;
     if (meeting != ring.meetings.end()) {
       arrived = std::move(meeting->second.arrived);
       ring.meetings.erase(meeting);
     }
-    std::erase(group.meetings, std::pair(pack.sharing_group, pull.seq));
-    slot->seq = pull.seq;
+    std::erase(group.meetings, std::pair(pack.ring, pack.seq));
+    slot->seq = pack.seq;
     slot->sums = std::move(sums);
     slot->readers = arrived;
     for (const std::uint32_t consumer : arrived) {
-      const PullDescription& theirs = *s.consumers[consumer].running->by_seq[pull.seq];
-      s.answer(now_ns, consumer, pull.seq, State::packed_ready(theirs, pack.slot, *slot), out);
+      s.answer(now_ns, {consumer, ring.kind, pack.seq}, State::packed_ready(pull, pack.slot, *slot), out);
     }
   }
   s.maybe_free(pull.group, out);
@@ -1401,9 +1494,9 @@ void ProducerMachine::shutdown(ProducerActions& out) {
   s.mapped_reads.clear();  // a fleet that ends does not wait for its readers
   s.fail_sync(shutting_down(), out);
   s.settle_quiet(out);
-  for (Ring& ring : s.rings) {
+  for (auto& [id, ring] : s.rings) {
     for (const WaitingReserve& waiting : std::exchange(ring.waiting, {})) {
-      out.push_back(ReserveReply{waiting.consumer, waiting.incarnation, shutting_down()});
+      out.push_back(ReserveReply{waiting.consumer, waiting.incarnation, waiting.lane, shutting_down()});
     }
   }
   for (Consumer& consumer : s.consumers) {

@@ -30,7 +30,8 @@ struct ProducerConfig {
 };
 
 namespace producer_action {
-// Allocate (or grow) the serve ring of a sharing group: `slots` slots of `slot_bytes`. Answer with
+// Allocate (or grow) the serve ring of a lane (Lane::sharing_group): `slots` slots of `slot_bytes`. Those of
+// regular lanes are read by all consumers of a sharing group, those of recovery lanes by one. Answer with
 // ring_allocated().
 struct AllocateRing {
   std::uint32_t sharing_group = 0;
@@ -40,6 +41,7 @@ struct AllocateRing {
 struct ReserveReply {
   std::uint32_t consumer = 0;
   std::uint64_t incarnation = 0;
+  LaneKind lane = LaneKind::kRegular;
   Status status;
 };
 // Gather `pull`'s keys into the slot, packed from 0. `sources` has one location per distinct (name, piece),
@@ -138,13 +140,14 @@ class ProducerMachine {
   // A consumer announces its pulls. Settings and digest are checked first, then descriptions, then memory is
   // asked for; a refusal records nothing. Exactly one ReserveReply follows. Replaces the consumer's earlier
   // announcement; the same one again changes nothing. A ring in use is regrown once nothing packs into it or
-  // reads it, and the reply waits for that.
+  // reads it, and the reply waits for that. Pulls of a recovery lane may come at any time, also during a sync;
+  // nobody shares them, and a life announces them once.
   void reserve(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t incarnation,
                std::uint64_t slot_bytes, std::uint32_t ring_depth, std::uint32_t num_consumers,
                std::uint32_t workers_per_replica, const Digest128& digest, std::vector<PullDescription> pulls,
                ProducerActions& out);
   // On an error the ring is what it was before AllocateRing.
-  void ring_allocated(std::int64_t now_ns, std::uint32_t sharing_group, const Status& status,
+  void ring_allocated(std::int64_t now_ns, std::uint32_t ring, const Status& status,
                       ProducerActions& out);
   void pull(std::int64_t now_ns, std::uint64_t incarnation, const PullId& pull, ProducerActions& out);
   // The pack, or the summing, has ended. An error fails every sharer's pull and the sync. `sums` has one

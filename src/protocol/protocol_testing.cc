@@ -266,6 +266,9 @@ PullId ConsumerBench::pull_id(std::uint32_t chunk, std::uint16_t run) const {
 void ConsumerBench::ready(std::uint32_t chunk, std::uint16_t run) {
   machine.ready(now, chunk_of(chunk).runs[run].producer, pull_id(chunk, run), ready_info(chunk, run), out);
 }
+void ConsumerBench::answer(const consumer_action::SendPull& pull) {
+  machine.ready(now, pull.producer, pull.pull, ready_info(pull.pull.chunk, pull.pull.run), out);
+}
 void ConsumerBench::land(std::uint32_t chunk, std::uint16_t run, const Status& status) {
   machine.transfer_done(now, machine.sync_id(), chunk, run, status, out);
 }
@@ -287,7 +290,9 @@ void ConsumerBench::run_to_end() {
   for (std::size_t i = 0; i < out.size(); ++i) {
     const ConsumerAction action = out[i];
     if (const auto* pull = std::get_if<consumer_action::SendPull>(&action)) {
-      ready(pull->pull.chunk, pull->pull.run);
+      answer(*pull);
+    } else if (const auto* announce = std::get_if<consumer_action::AnnounceRecovery>(&action)) {
+      machine.recovery_reserved(now, announce->producer, {}, out);
     } else if (const auto* transfer = std::get_if<consumer_action::StartTransfer>(&action)) {
       land(transfer->chunk, transfer->run);
     } else if (const auto* scatter = std::get_if<consumer_action::StartScatter>(&action)) {

@@ -122,7 +122,8 @@ struct ConsumerBench {
 
   // start_update, with `part`, and update, both expected to be legal.
   void start(std::uint64_t sync, std::uint64_t version);
-  void ready(std::uint32_t chunk, std::uint16_t run = 0);
+  void ready(std::uint32_t chunk, std::uint16_t run = 0);  // from the producer of the plan
+  void answer(const consumer_action::SendPull& pull);      // with Ready
   void land(std::uint32_t chunk, std::uint16_t run = 0, const Status& status = {});
   void scattered(std::uint32_t chunk, const Status& status = {});
   void posted(std::uint32_t chunk, const Status& status = {});

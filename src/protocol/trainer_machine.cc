@@ -175,6 +175,7 @@ enum class RankProgress : std::uint8_t { kOpened, kBegan, kEnded, kLost };
 
 struct SenderMachine::State {
   SenderConfig config;
+  std::shared_ptr<const InitTables> tables;
   SyncPhase phase = SyncPhase::kIdle;
   std::uint64_t sync_id = 0;
   std::vector<Progress> consumers;
@@ -240,7 +241,7 @@ struct SenderMachine::State {
     for (std::uint32_t r = 0; r < ranks.size(); ++r) {
       if (ranks[r] != RankProgress::kLost) out.push_back(CloseSync{r, error});
     }
-    out.push_back(SyncDone{sync_id, error, lost, dropped});
+    out.push_back(SyncDone{sync_id, error, lost, dropped, members(ranks, RankProgress::kLost)});
   }
 
   bool running(std::uint64_t id) const { return phase != SyncPhase::kIdle && id == sync_id; }
@@ -296,6 +297,10 @@ SenderMachine::SenderMachine(SenderConfig config) : state_(std::make_unique<Stat
   state_->config = config;
 }
 SenderMachine::~SenderMachine() = default;
+
+void SenderMachine::set_tables(std::shared_ptr<const InitTables> tables) {
+  state_->tables = std::move(tables);
+}
 
 Status SenderMachine::begin(std::int64_t now_ns, std::uint64_t sync_id, std::vector<std::uint32_t> live,
                             SenderActions& out) {
@@ -429,10 +434,13 @@ void SenderMachine::rank_lost(std::int64_t now_ns, std::uint32_t rank, const Sta
   State& s = *state_;
   s.gone.insert({Role::kTrainer, rank});
   if (s.phase == SyncPhase::kIdle || rank >= s.ranks.size() || s.ranks[rank] == RankProgress::kLost) return;
+  const bool ended = s.ranks[rank] == RankProgress::kEnded;
   s.ranks[rank] = RankProgress::kLost;
-  // Once commits are under way nobody needs the rank any more: they go on, and the next sync meets its
-  // absence.
-  if (s.phase != SyncPhase::kFinishing) {
+  s.since_ns = now_ns;
+  // One that has ended was needed by nobody any more; the next sync meets its absence.
+  const bool stood_in_for =
+      s.tables != nullptr && held_without(*s.tables, State::members(s.ranks, RankProgress::kLost));
+  if (!ended && !stood_in_for) {
     s.fail(now_ns,
            Status(StatusCode::kUnavailable,
                   fmt::format("{} was lost in sync {}: {}", trainer_name(rank), s.sync_id, why.message()),

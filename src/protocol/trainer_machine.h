@@ -105,6 +105,7 @@ struct SyncDone {
   Status status;
   std::vector<std::uint32_t> lost_consumers;
   std::vector<std::uint32_t> dropped_consumers;
+  std::vector<std::uint32_t> lost_ranks;  // that had no part in it, or not to its end, ascending
 };
 }  // namespace sender_action
 using SenderAction = std::variant<sender_action::OpenSync, sender_action::StartUpdate, sender_action::Update,
@@ -126,14 +127,17 @@ class SenderMachine {
  public:
   explicit SenderMachine(SenderConfig config);
   ~SenderMachine();
+  // Who holds what, after validate(): whether a sync can go on without a rank. Before this it cannot.
+  void set_tables(std::shared_ptr<const InitTables> tables);
   // opens -> starts updates -> (all started) update -> (all prepared and all ranks ended) finish -> (all
   // finished) close.
   //
-  // A failure of any rank or consumer, a lost rank, a lost consumer (on_consumer_loss=fail, or the last
-  // replica) and a wait past its limit fail the sync: FailRank and FailConsumer to everybody still in it,
-  // then, once everybody has ended or drain_timeout has passed, CloseSync and SyncDone with the first error.
-  // A lost consumer's replica leaves the sync otherwise: its living mates get FailConsumer and nothing they
-  // report counts any more.
+  // A failure of any rank or consumer, a lost rank of whose weights nobody else holds some, a lost consumer
+  // (on_consumer_loss=fail, or the last replica) and a wait past its limit fail the sync: FailRank and
+  // FailConsumer to everybody still in it, then, once everybody has ended or drain_timeout has passed,
+  // CloseSync and SyncDone with the first error. A lost consumer's replica leaves the sync otherwise: its
+  // living mates get FailConsumer and nothing they report counts any more. A lost rank that others can stand
+  // in for is out of the sync: the consumers, who hear of it themselves, pull from those.
   //
   // Refused: a sync is running, sync id not above the last, a live set that is empty, not ascending, out of
   // range, or not whole replicas.

@@ -17,14 +17,15 @@
 
 namespace shardpull {
 
-// One pull: sync, worker, chunk, the chunk's run, the try, and the place in the lane.
+// One pull: sync, worker, chunk, the chunk's run, the try, and the place in its lane.
 struct PullId {
   std::uint64_t sync_id = 0;
   std::uint32_t consumer = 0;
   std::uint32_t chunk = 0;
   std::uint16_t run = 0;
-  std::uint16_t attempt = 0;
+  std::uint16_t attempt = 0;  // 0, and one more for every time the run is asked for again
   std::uint32_t seq = 0;
+  LaneKind lane = LaneKind::kRegular;
   friend bool operator==(const PullId&, const PullId&) = default;
 };
 
@@ -46,7 +47,7 @@ struct PublishedView {
 // What a producer answers to a pull.
 struct ReadyInfo {
   Path path = Path::kPacked;
-  std::uint32_t sharing_group = 0, slot = 0;  // packed: which serve slot
+  std::uint32_t sharing_group = 0, slot = 0;  // packed: which serve slot of the lane's ring
   std::uint64_t bytes = 0;                    // packed: bytes in the slot
   std::vector<Location> entries;  // mapped: one per distinct (name, piece) of the run, in order of first use.
                                   // packed: filled in by the driver (one entry: the slot)

@@ -100,6 +100,10 @@ void for_each_run(const Destination& window, Visit visit) {
 // Reads that one key may take: a guard, as a key of the direct path is planned as one.
 constexpr std::size_t kMaxDirectParts = 1u << 18;
 
+// How long a trainer that is up, as far as the control channel knows, may take to accept a connection while
+// a sync waits for it.
+constexpr std::int64_t kReconnectTimeoutNs = kNanosPerSecond;
+
 Status producer_gone(std::uint32_t producer) {
   return Status(StatusCode::kUnavailable, fmt::format("trainer {} is gone", producer),
                 {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = fmt::format("trainer {}", producer)});
@@ -119,7 +123,8 @@ void zero(const CopyNest& nest, std::size_t d, std::byte* at) {
 ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Recording& recording,
                                std::shared_ptr<const InitTables> tables,
                                std::shared_ptr<const WorkerPlan> plan, FleetToken token,
-                               Incarnation incarnation, std::int64_t stall_timeout_ns, ConsumerHooks hooks)
+                               Incarnation incarnation, std::int64_t stall_timeout_ns,
+                               std::int64_t loss_grace_ns, ConsumerHooks hooks)
     : progress_(progress),
       model_(model),
       recording_(recording),
@@ -131,7 +136,8 @@ ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Rec
       machine_(ConsumerConfig{.plan = plan_,
                               .num_modules = static_cast<std::uint32_t>(recording.modules.size()),
                               .summed = summed_paths(*tables_),
-                              .stall_timeout_ns = stall_timeout_ns}),
+                              .stall_timeout_ns = stall_timeout_ns,
+                              .loss_grace_ns = loss_grace_ns}),
       copies_(1),
       post_process_(1) {}
 
@@ -268,16 +274,19 @@ Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
 
 Status ConsumerEngine::connect(std::int64_t timeout_ns) {
   for (const ProducerPlan& producer : plan_->producers) {
-    auto endpoint = progress_.transport().connect(tables_->producers[producer.producer], timeout_ns);
-    if (!endpoint.ok())
-      return endpoint.status().with_context(fmt::format("connecting to trainer {}", producer.producer));
-    endpoints_[*endpoint] = Endpoint{producer.producer};
-    ByteWriter hello;
-    hello.u32(kSliceFormatVersion);
-    SHARDPULL_RETURN_IF_ERROR(progress_.transport().send(*endpoint, header(HotType::kHello, 0),
-                                                         hello.bytes().data(), hello.size()));
+    if (!lost_.contains(producer.producer))
+      SHARDPULL_RETURN_IF_ERROR(connect_to(producer.producer, timeout_ns));
   }
   return {};
+}
+
+Status ConsumerEngine::connect_to(std::uint32_t producer, std::int64_t timeout_ns) {
+  auto endpoint = progress_.transport().connect(tables_->producers[producer], timeout_ns);
+  if (!endpoint.ok()) return endpoint.status().with_context(fmt::format("connecting to trainer {}", producer));
+  endpoints_[*endpoint] = Endpoint{producer};
+  ByteWriter hello;
+  hello.u32(kSliceFormatVersion);
+  return progress_.transport().send(*endpoint, header(HotType::kHello, 0), hello.bytes().data(), hello.size());
 }
 
 // ---- events
@@ -297,6 +306,19 @@ Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version
     prepared = part_;
     if (prepared == nullptr || prepared->plan != plan) {
       SHARDPULL_ASSIGN_OR_RETURN(prepared, prepare_plan(plan));
+    }
+  }
+  for (const std::uint32_t producer : std::exchange(broken_, {})) {
+    const bool planned =
+        std::any_of(plan_->producers.begin(), plan_->producers.end(),
+                    [&](const ProducerPlan& each) { return each.producer == producer; });
+    // Others are connected to as they are needed.
+    const Status opened = planned ? connect_to(producer, kReconnectTimeoutNs) : Status();
+    if (opened.ok()) {
+      machine_.producer_reachable(producer);
+    } else {
+      log_warn("{}", opened.to_string());
+      broken_.insert(producer);
     }
   }
   Status status;
@@ -329,7 +351,13 @@ void ConsumerEngine::fail(std::uint64_t sync_id, const Status& why) {
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.fail(now, sync_id, why, out); });
 }
 
+void ConsumerEngine::recovery_reserved(std::uint32_t rank, const Status& status) {
+  drive([&](std::int64_t now, ConsumerActions& out) { machine_.recovery_reserved(now, rank, status, out); });
+}
+
 void ConsumerEngine::producer_lost(std::uint32_t rank, const Status& why) {
+  lost_.insert(rank);
+  broken_.erase(rank);
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.producer_lost(now, rank, why, out); });
 }
 
@@ -353,7 +381,8 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
   if (found == endpoints_.end()) return false;
   Endpoint& endpoint = found->second;
   const std::uint32_t producer = endpoint.producer;
-  const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt, header.seq};
+  const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt,
+                    header.seq,     static_cast<LaneKind>(header.lane_kind)};
   const auto reject = [&](const Status& why) {
     log_warn("trainer {} sent a message this worker cannot use: {}", producer, why.to_string());
     progress_.transport().close(id);
@@ -426,7 +455,10 @@ bool ConsumerEngine::on_closed(EndpointId id, const Status& why) {
                       .fault = Fault::kPeer,
                       .peer = fmt::format("trainer {}", endpoint.producer)});
   if (connect_error_.ok()) connect_error_ = named;
-  producer_lost(endpoint.producer, named);
+  if (!lost_.contains(endpoint.producer)) broken_.insert(endpoint.producer);
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.producer_unreachable(now, endpoint.producer, named, out);
+  });
   return true;
 }
 
@@ -486,18 +518,30 @@ void ConsumerEngine::perform(const consumer_action::SendPull& action) {
   message.run = action.pull.run;
   message.attempt = action.pull.attempt;
   message.seq = action.pull.seq;
-  const Status status = progress_.transport().send(endpoint_of(action.producer), message, nullptr, 0);
+  message.lane_kind = static_cast<std::uint16_t>(action.pull.lane);
+  const EndpointId endpoint = endpoint_of(action.producer);
+  const Status status = progress_.transport().send(endpoint, message, nullptr, 0);
   fault_point("worker.pulled", action.pull.sync_id);
   if (status.ok()) return;
-  const std::uint32_t producer = action.producer;
-  const PullId pull = action.pull;
-  const Status named = status.with_context(fmt::format("trainer {}", producer));
   // Posted: the machine is in the middle of the event that asked for this pull.
-  progress_.post([this, producer, pull, named] {
-    drive([&](std::int64_t now, ConsumerActions& out) {
-      machine_.pull_failed(now, producer, pull, named, out);
-    });
+  progress_.post([this, endpoint, status] {
+    if (!endpoints_.contains(endpoint)) return;
+    progress_.transport().close(endpoint);
+    on_closed(endpoint, status);
   });
+}
+
+void ConsumerEngine::perform(const consumer_action::AnnounceRecovery& action) {
+  const std::uint32_t producer = action.producer;
+  const Status status =
+      endpoint_of(producer) != 0 ? Status() : connect_to(producer, kReconnectTimeoutNs);
+  if (status.ok()) {
+    log_warn("worker {} pulls from trainer {} what another one no longer serves", plan_->consumer, producer);
+    hooks_.announce_recovery(producer);
+    return;
+  }
+  broken_.insert(producer);
+  progress_.post([this, producer, status] { recovery_reserved(producer, status); });
 }
 
 void ConsumerEngine::perform(const consumer_action::StartTransfer& action) {
@@ -536,7 +580,8 @@ void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
   const std::uint64_t sync_id = machine_.sync_id();
   const std::uint32_t chunk_id = action.chunk;
   const std::byte* const slot = receive_ring_.data() + action.slot * plan_->receive_slot_bytes;
-  copies_.post([this, sync_id, chunk_id, slot, sums = action.sums, plan = running_] {
+  copies_.post([this, sync_id, chunk_id, slot, producers = action.producers, sums = action.sums,
+                plan = running_] {
     const PreparedChunk& prepared = plan->chunks[chunk_id];
     run_fills(prepared);
     Status status;
@@ -544,7 +589,7 @@ void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
     for (const PreparedCopy& copy : prepared.copies) {
       const std::byte* const packed = slot + prepared.chunk->keys[copy.key].offset;
       if (!sums.empty() && !checked[copy.key]) {
-        status = check_key(*prepared.chunk, copy, packed, sums);
+        status = check_key(*prepared.chunk, copy, packed, producers, sums);
         if (!status.ok()) break;
         checked[copy.key] = true;
       }
@@ -555,9 +600,10 @@ void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
 }
 
 Status ConsumerEngine::check_key(const Chunk& chunk, const PreparedCopy& copy, const std::byte* bytes,
+                                 const std::vector<std::uint32_t>& producers,
                                  const std::vector<std::uint64_t>& sums) const {
   const ChunkKey& key = chunk.keys[copy.key];
-  return check_sum(*tables_, key, chunk.runs[copy.run].producer, {bytes, key.bytes}, sums[copy.key]);
+  return check_sum(*tables_, key, producers[copy.run], {bytes, key.bytes}, sums[copy.key]);
 }
 
 void ConsumerEngine::scatter_done(std::uint64_t sync_id, std::uint32_t chunk_id, const Status& status) {
@@ -571,7 +617,7 @@ Result<std::vector<std::vector<ConsumerEngine::PublishedSource>>> ConsumerEngine
     const consumer_action::StartCopy& action, const Chunk& chunk) {
   std::vector<std::vector<PublishedSource>> sources;
   for (std::size_t r = 0; r < action.ready.size(); ++r) {
-    const std::uint32_t producer = chunk.runs[r].producer;
+    const std::uint32_t producer = action.producers[r];
     const auto order = entry_order(chunk, chunk.runs[r]);
     const std::vector<Location>& entries = action.ready[r].entries;
     std::vector<PublishedSource>& of_run = sources.emplace_back();
@@ -636,14 +682,15 @@ void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
       scatter_done(sync_id, chunk_id, why);
     });
   } else if (chunk.path == Path::kDirect) {
-    read_direct(action.chunk, *sources, sums_by_key(action));
+    read_direct(action.chunk, *sources, action.producers, sums_by_key(action));
   } else {
-    copy_mapped(action.chunk, std::move(*sources), sums_by_key(action));
+    copy_mapped(action.chunk, std::move(*sources), action.producers, sums_by_key(action));
   }
 }
 
 Status ConsumerEngine::copy_one(PreparedChunk& prepared, std::size_t c,
                                 const std::vector<std::vector<PublishedSource>>& sources,
+                                const std::vector<std::uint32_t>& producers,
                                 const std::vector<std::uint64_t>& sums, std::int64_t& held) const {
   PreparedCopy& copy = prepared.copies[c];
   const Chunk& chunk = *prepared.chunk;
@@ -661,7 +708,7 @@ Status ConsumerEngine::copy_one(PreparedChunk& prepared, std::size_t c,
         const CopyProgram* const gather,
         program_for(prepared.gathers[copy.key], source, chunk, into_window(chunk, scatter)));
     run(*gather, source.mapping.data, window);
-    SHARDPULL_RETURN_IF_ERROR(check_key(chunk, copy, window, sums));
+    SHARDPULL_RETURN_IF_ERROR(check_key(chunk, copy, window, producers, sums));
     held = copy.key;
   }
   run(copy.program, window, memory);
@@ -669,9 +716,9 @@ Status ConsumerEngine::copy_one(PreparedChunk& prepared, std::size_t c,
 }
 
 void ConsumerEngine::copy_mapped(std::uint32_t chunk_id, std::vector<std::vector<PublishedSource>> sources,
-                                 std::vector<std::uint64_t> sums) {
+                                 std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums) {
   copies_.post([this, sync_id = machine_.sync_id(), chunk_id, sources = std::move(sources),
-                sums = std::move(sums), plan = running_] {
+                producers = std::move(producers), sums = std::move(sums), plan = running_] {
     PreparedChunk& prepared = plan->chunks[chunk_id];
     const std::int64_t started = progress_.clock().now_ns();
     fault_point("worker.transferring", sync_id);
@@ -679,7 +726,7 @@ void ConsumerEngine::copy_mapped(std::uint32_t chunk_id, std::vector<std::vector
     Status status;
     std::int64_t held = -1;
     for (std::size_t c = 0; c < prepared.copies.size() && status.ok(); ++c)
-      status = copy_one(prepared, c, sources, sums, held);
+      status = copy_one(prepared, c, sources, producers, sums, held);
     const std::int64_t ended = progress_.clock().now_ns();
     fault_point("worker.landed", sync_id);
     if (status.ok()) progress_.transport().add_mapped_bytes(prepared.key_bytes);
@@ -732,7 +779,7 @@ Status ConsumerEngine::direct_parts(PreparedChunk& prepared,
 
 void ConsumerEngine::read_direct(std::uint32_t chunk_id,
                                  const std::vector<std::vector<PublishedSource>>& sources,
-                                 std::vector<std::uint64_t> sums) {
+                                 std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums) {
   PreparedChunk& prepared = running_->chunks[chunk_id];
   const std::uint64_t sync_id = machine_.sync_id();
   std::vector<std::vector<ReadPart>> by_run;
@@ -741,28 +788,31 @@ void ConsumerEngine::read_direct(std::uint32_t chunk_id,
     progress_.post([this, sync_id, chunk_id, wrong] { scatter_done(sync_id, chunk_id, wrong); });
     return;
   }
-  if (prepared.fills.empty()) return start_reads(chunk_id, std::move(by_run), std::move(sums));
+  if (prepared.fills.empty())
+    return start_reads(chunk_id, std::move(by_run), std::move(producers), std::move(sums));
   // What the module's fills zero, its keys overwrite.
-  copies_.post([this, chunk_id, plan = running_, by_run = std::move(by_run), sums = std::move(sums)]() mutable {
+  copies_.post([this, chunk_id, plan = running_, by_run = std::move(by_run), producers = std::move(producers),
+                sums = std::move(sums)]() mutable {
     run_fills(plan->chunks[chunk_id]);
-    progress_.post([this, chunk_id, by_run = std::move(by_run), sums = std::move(sums)]() mutable {
-      start_reads(chunk_id, std::move(by_run), std::move(sums));
+    progress_.post([this, chunk_id, by_run = std::move(by_run), producers = std::move(producers),
+                    sums = std::move(sums)]() mutable {
+      start_reads(chunk_id, std::move(by_run), std::move(producers), std::move(sums));
     });
   });
 }
 
 void ConsumerEngine::start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run,
-                                 std::vector<std::uint64_t> sums) {
-  const Chunk& chunk = *chunk_of(chunk_id);
+                                 std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums) {
   auto reads = std::make_shared<DirectReads>(DirectReads{machine_.sync_id(), chunk_id, by_run.size(), {},
-                                                         progress_.clock().now_ns(), std::move(sums), running_});
+                                                         progress_.clock().now_ns(), std::move(producers),
+                                                         std::move(sums), running_});
   for (std::size_t r = 0; r < by_run.size(); ++r) {
     const ReadToken token = next_token_++;
     direct_reads_[token] = reads;
-    const std::uint32_t producer = chunk.runs[r].producer;
+    const std::uint32_t producer = reads->producers[r];
     const EndpointId endpoint = endpoint_of(producer);
     if (endpoint == 0 || by_run[r].empty()) {
-      const Status status = endpoint != 0 ? Status() : producer_gone(producer);
+      const Status status = by_run[r].empty() ? Status() : producer_gone(producer);
       progress_.post([this, token, status] { on_read_done(token, status); });
       continue;
     }
@@ -782,7 +832,7 @@ void ConsumerEngine::check_direct(const std::shared_ptr<DirectReads>& reads) {
       for_each_run(landed, [&](std::int64_t offset, std::int64_t bytes) {
         hasher.update({parameters_[copy.parameter]->memory() + offset, static_cast<std::size_t>(bytes)});
       });
-      status = compare_sums(*tables_, prepared.chunk->keys[copy.key], prepared.chunk->runs[copy.run].producer,
+      status = compare_sums(*tables_, prepared.chunk->keys[copy.key], reads->producers[copy.run],
                             hasher.checksum(), reads->sums[copy.key]);
     }
     progress_.post([this, reads, status] { scatter_done(reads->sync_id, reads->chunk, status); });

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -30,6 +31,9 @@ struct ConsumerHooks {
   // Free signals for a producer without a hot endpoint.
   std::function<void(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups)>
       signal_by_control;
+  // Announces what this worker may have to pull there instead of at a trainer that is gone; the answer goes to
+  // recovery_reserved().
+  std::function<void(std::uint32_t producer)> announce_recovery;
   // update() and finish_update() are over.
   std::function<void(std::uint64_t sync_id, const Status& status)> update_done;
   std::function<void(std::uint64_t sync_id, const Status& status)> finish_done;
@@ -41,23 +45,25 @@ class ConsumerEngine {
   ConsumerEngine(ProgressThread& progress, Model& model, const Recording& recording,
                  std::shared_ptr<const InitTables> tables, std::shared_ptr<const WorkerPlan> plan,
                  FleetToken token, Incarnation incarnation, std::int64_t stall_timeout_ns,
-                 ConsumerHooks hooks);
+                 std::int64_t loss_grace_ns, ConsumerHooks hooks);
   ~ConsumerEngine();  // stop() has been called, and the progress thread has stopped
 
   // Compiles every copy of the plan and allocates the receive ring. On the caller's thread.
   Status prepare();
-  // Opens a hot endpoint to every producer of the plan and says hello. Done when connected() is true.
+  // Opens a hot endpoint to every producer of the plan that is not lost and says hello. Done when connected() is
+  // true.
   Status connect(std::int64_t timeout_ns);
   bool connected() const { return greeted_ == endpoints_.size(); }
   const Status& connect_error() const { return connect_error_; }
 
   // `plan`: what this sync runs (restrict_plan of the whole plan), null for all of it. Its copies are
-  // compiled here, and kept until a sync runs another one.
+  // compiled here, and kept until a sync runs another one. Connections that broke are opened again first.
   Status start_update(std::uint64_t sync_id, std::uint64_t version, std::shared_ptr<const WorkerPlan> plan);
   Status update();
   Status finish_update(std::uint64_t sync_id);
   void fail(std::uint64_t sync_id, const Status& why);
   void producer_lost(std::uint32_t rank, const Status& why);
+  void recovery_reserved(std::uint32_t rank, const Status& status);
   void signals_acked(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups);
   void tick();
 
@@ -128,7 +134,8 @@ class ConsumerEngine {
     std::size_t left = 0;
     Status status;  // the first error
     std::int64_t started_ns = 0;
-    std::vector<std::uint64_t> sums;  // by key, or empty
+    std::vector<std::uint32_t> producers;  // by run
+    std::vector<std::uint64_t> sums;       // by key, or empty
     std::shared_ptr<PreparedPlan> plan;
   };
   struct Transfer {
@@ -150,28 +157,31 @@ class ConsumerEngine {
   // The program of one copy out of `source`: the prepared one, or one for its strides, which is kept.
   Result<const CopyProgram*> program_for(PreparedCopy& copy, const PublishedSource& source, const Chunk& chunk,
                                          const PlannedScatter& scatter) const;
-  // `sums`: by key, or empty.
+  // `producers`: by run; `sums`: by key, or empty.
   void copy_mapped(std::uint32_t chunk_id, std::vector<std::vector<PublishedSource>> sources,
-                   std::vector<std::uint64_t> sums);
+                   std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums);
   // One copy out of a mapping, by way of the window where there are sums. `held`: the key in the window, -1:
   // none.
   Status copy_one(PreparedChunk& prepared, std::size_t copy,
                   const std::vector<std::vector<PublishedSource>>& sources,
-                  const std::vector<std::uint64_t>& sums, std::int64_t& held) const;
+                  const std::vector<std::uint32_t>& producers, const std::vector<std::uint64_t>& sums,
+                  std::int64_t& held) const;
   void read_direct(std::uint32_t chunk_id, const std::vector<std::vector<PublishedSource>>& sources,
-                   std::vector<std::uint64_t> sums);
+                   std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums);
   // Compares the sums of what has landed, on the copy thread, before the chunk counts as done.
   void check_direct(const std::shared_ptr<DirectReads>& reads);
+  // `producers`: by run, whom the bytes came from.
   Status check_key(const Chunk& chunk, const PreparedCopy& copy, const std::byte* bytes,
-                   const std::vector<std::uint64_t>& sums) const;
+                   const std::vector<std::uint32_t>& producers, const std::vector<std::uint64_t>& sums) const;
   // Into `by_run`: what a direct chunk reads, neighbours together.
   Status direct_parts(PreparedChunk& prepared, const std::vector<std::vector<PublishedSource>>& sources,
                       std::vector<std::vector<ReadPart>>& by_run) const;
   void start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run,
-                   std::vector<std::uint64_t> sums);
+                   std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums);
   void scatter_done(std::uint64_t sync_id, std::uint32_t chunk_id, const Status& status);
   void perform(ConsumerActions& actions);
   void perform(const consumer_action::SendPull& action);
+  void perform(const consumer_action::AnnounceRecovery& action);
   void perform(const consumer_action::StartTransfer& action);
   void perform(const consumer_action::StartScatter& action);
   void perform(const consumer_action::StartCopy& action);
@@ -183,6 +193,8 @@ class ConsumerEngine {
   // Of the running sync's plan; null when that leaves it out.
   const Chunk* chunk_of(std::uint32_t chunk_id) const;
   EndpointId endpoint_of(std::uint32_t producer) const;
+  // Opens an endpoint and says hello.
+  Status connect_to(std::uint32_t producer, std::int64_t timeout_ns);
   HotHeader header(HotType type, std::uint64_t sync_id) const;
   void run_fills(const PreparedChunk& chunk) const;
   // Moves `actions_` through perform() until no event handler appended more.
@@ -206,6 +218,8 @@ class ConsumerEngine {
   LandingMemory receive_ring_;
   LandingMemory sum_window_;  // the copy thread's: one key of a mapped chunk that is summed
   std::map<EndpointId, Endpoint> endpoints_;
+  std::set<std::uint32_t> lost_;    // producers whose process is gone
+  std::set<std::uint32_t> broken_;  // others whose endpoint broke
   std::size_t greeted_ = 0;
   Status connect_error_;
   std::unordered_map<ReadToken, Transfer> transfers_;

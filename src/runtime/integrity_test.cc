@@ -278,14 +278,14 @@ class Pair {
         [](const Status&) {}, kNanosPerSecond, SystemClock::instance());
     server_ = std::make_unique<ProducerServer>(
         *trainer_, 0, kToken, 1,
-        ProducerHooks{.reserve_reply = [this](std::uint32_t, const Status& status) { reserved_.put(status); },
+        ProducerHooks{.reserve_reply = [this](std::uint32_t, LaneKind, const Status& status) { reserved_.put(status); },
                       .ack_by_control = [](std::uint32_t, std::uint64_t, const std::vector<std::uint32_t>&) {},
                       .group_freed = [](std::uint32_t) {},
                       .sync_ended = [] {},
                       .sync_failed = [](std::uint64_t, const Status&) {},
                       .sync_quiet = [] {}});
     engine_ = std::make_unique<ConsumerEngine>(
-        *worker_, model_, recording_, tables_, plan_, kToken, 2, kStallNs,
+        *worker_, model_, recording_, tables_, plan_, kToken, 2, kStallNs, kStallNs,
         ConsumerHooks{.signal_by_control = [](std::uint32_t, std::uint64_t,
                                               const std::vector<std::uint32_t>&) {},
                       .update_done = [this](std::uint64_t, const Status& status) { updated_.put(status); },

@@ -141,14 +141,15 @@ void ProducerServer::reserve(std::uint32_t consumer, Incarnation incarnation, st
                              std::uint32_t workers_per_replica, const Digest128& digest,
                              const std::vector<std::byte>& encoded) {
   if (machine_ == nullptr) {
-    hooks_.reserve_reply(consumer, Status(StatusCode::kFailedPrecondition,
-                                          fmt::format("trainer {} has not finished trainer_init", rank_),
-                                          {.reason = Reason::kWrongState, .retryable = true}));
+    hooks_.reserve_reply(consumer, LaneKind::kRegular,
+                         Status(StatusCode::kFailedPrecondition,
+                                fmt::format("trainer {} has not finished trainer_init", rank_),
+                                {.reason = Reason::kWrongState, .retryable = true}));
     return;
   }
   auto pulls = decode_pulls(encoded.data(), encoded.size());
   if (!pulls.ok()) {
-    hooks_.reserve_reply(consumer, pulls.status());
+    hooks_.reserve_reply(consumer, LaneKind::kRegular, pulls.status());
     return;
   }
   programs_.clear();  // compiled again at the next pack; descriptions of a replaced worker do not pile up
@@ -225,9 +226,8 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
       for (const auto& memory : live_memory()) progress_.transport().grant(id, memory).ignore();
       // The ring of its sharing group may exist already: its mates reserved before it, or it is a restarted
       // worker.
-      if (tables_ != nullptr) {
-        const auto ring = rings_.find(header.consumer % effective_workers_per_replica(*tables_));
-        if (ring != rings_.end()) progress_.transport().grant(id, ring->second.memory).ignore();
+      for (const auto& [ring_id, ring] : rings_) {
+        if (reads_ring(header.consumer, ring_id)) progress_.transport().grant(id, ring.memory).ignore();
       }
     }
     const std::vector<std::byte> why = refused.ok() ? std::vector<std::byte>() : encode(refused);
@@ -249,7 +249,8 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
   }
   const std::uint32_t consumer = header.consumer;
   if (header.type == HotType::kPull) {
-    const PullId pull{header.sync_id, consumer, header.target, header.run, header.attempt, header.seq};
+    const PullId pull{header.sync_id, consumer,   header.target, header.run, header.attempt,
+                      header.seq,     static_cast<LaneKind>(header.lane_kind)};
     drive(
         [&](std::int64_t now, ProducerActions& out) { machine_->pull(now, header.incarnation, pull, out); });
   } else if (header.type == HotType::kFree) {
@@ -279,6 +280,11 @@ void ProducerServer::perform(ProducerActions& actions) {
   for (ProducerAction& action : actions) std::visit([this](auto& each) { perform(each); }, action);
 }
 
+bool ProducerServer::reads_ring(std::uint32_t consumer, std::uint32_t ring) const {
+  const std::uint32_t sharing = effective_workers_per_replica(*tables_);
+  return ring == consumer % sharing || ring == sharing + consumer;
+}
+
 EndpointId ProducerServer::endpoint_of(std::uint32_t consumer, Incarnation incarnation) const {
   for (const auto& [id, endpoint] : endpoints_) {
     if (endpoint.consumer == consumer && endpoint.incarnation == incarnation) return id;
@@ -303,10 +309,8 @@ void ProducerServer::perform(producer_action::AllocateRing& action) {
       ring_bytes_ += bytes - (ring.memory ? ring.memory->ref().bytes : 0);
       ring = {*memory, action.slot_bytes};
       for (const auto& [id, endpoint] : endpoints_) {
-        if (endpoint.consumer &&
-            *endpoint.consumer % effective_workers_per_replica(*tables_) == sharing_group) {
+        if (endpoint.consumer && reads_ring(*endpoint.consumer, sharing_group))
           progress_.transport().grant(id, *memory).ignore();
-        }
       }
     } else {
       status = Status(
@@ -324,7 +328,7 @@ void ProducerServer::perform(producer_action::AllocateRing& action) {
 }
 
 void ProducerServer::perform(producer_action::ReserveReply& action) {
-  hooks_.reserve_reply(action.consumer, action.status);
+  hooks_.reserve_reply(action.consumer, action.lane, action.status);
 }
 
 Result<ProducerServer::Programs> ProducerServer::programs_for(
@@ -443,6 +447,7 @@ void ProducerServer::reply(HotType type, Incarnation to, const PullId& pull,
   header.run = pull.run;
   header.attempt = pull.attempt;
   header.seq = pull.seq;
+  header.lane_kind = static_cast<std::uint16_t>(pull.lane);
   const EndpointId endpoint = endpoint_of(pull.consumer, to);
   if (endpoint == 0) return;  // it is gone; the control channel reports it
   progress_.transport().send(endpoint, header, payload.data(), payload.size()).ignore();

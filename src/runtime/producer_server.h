@@ -24,7 +24,7 @@
 namespace shardpull {
 
 struct ProducerHooks {
-  std::function<void(std::uint32_t consumer, const Status& status)> reserve_reply;
+  std::function<void(std::uint32_t consumer, LaneKind lane, const Status& status)> reserve_reply;
   // Acknowledges signals of a consumer without a hot endpoint.
   std::function<void(std::uint32_t consumer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups)>
       ack_by_control;
@@ -121,6 +121,8 @@ class ProducerServer {
   void perform(producer_action::SyncFailed& action);
   void perform(producer_action::SyncQuiet& action);
   std::vector<std::shared_ptr<ExportedMemory>> live_memory();
+  // Whether pulls of the consumer are packed into the ring: its sharing group's, or that of its recovery lane.
+  bool reads_ring(std::uint32_t consumer, std::uint32_t ring) const;
   // The endpoint of one life of a worker; 0 when it has none.
   EndpointId endpoint_of(std::uint32_t consumer, Incarnation incarnation) const;
   void reply(HotType type, Incarnation to, const PullId& pull, const std::vector<std::byte>& payload);
@@ -141,7 +143,7 @@ class ProducerServer {
   std::unique_ptr<ProducerMachine> machine_;
   std::vector<std::weak_ptr<ExportedMemory>> memory_;
   std::map<EndpointId, Endpoint> endpoints_;
-  std::map<std::uint32_t, Ring> rings_;  // by sharing group
+  std::map<std::uint32_t, Ring> rings_;  // by Lane::sharing_group
   std::map<std::pair<std::uint32_t, std::uint32_t>, const std::byte*>
       data_;  // (name, piece) of published, unfreed groups
   std::map<std::uint32_t, std::vector<std::pair<std::uint32_t, std::uint32_t>>> names_of_group_;

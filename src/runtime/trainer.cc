@@ -239,9 +239,9 @@ Status Trainer::Impl::start() {
       tick_ns(options.fleet), clock);
 
   ProducerHooks hooks;
-  hooks.reserve_reply = [this](std::uint32_t consumer, const Status& status) {
+  hooks.reserve_reply = [this](std::uint32_t consumer, LaneKind lane, const Status& status) {
     ring_bytes = server->ring_bytes();
-    send({Role::kWorker, consumer}, ReserveReply{status});
+    send({Role::kWorker, consumer}, ReserveReply{status, static_cast<std::uint32_t>(lane)});
   };
   hooks.ack_by_control = [this](std::uint32_t consumer, std::uint64_t sync_id,
                                 const std::vector<std::uint32_t>& freed) {
@@ -586,7 +586,8 @@ void Trainer::Impl::on_lost(const Member& member, const Status& why) {
     if (sync)
       drive_sender(
           [&](std::int64_t now, SenderActions& out) { sync->rank_lost(now, member.id, named, out); });
-    if (running_sync != 0) server->fail(running_sync, named);
+    // Whether a sync can go on without a rank is the sender's to say.
+    if (member == kSender && running_sync != 0) server->fail(running_sync, named);
   }
   if (member == kSender) {
     end(named);
@@ -638,6 +639,7 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
         auto shared = std::make_shared<const InitTables>(std::move(*decoded));
         server->start(shared, static_cast<std::int64_t>(options.fleet.stall_timeout_ms) * kNanosPerMilli,
                       options.on_consumer_loss == OnConsumerLoss::kFail);
+        if (sync) sync->set_tables(shared);
         MutexLock lock(mutex);
         tables = shared;
       }
@@ -671,7 +673,7 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
   } else if (auto* message = std::get_if<Prepared>(&body); message && !from_trainer) {
     if (message->sync_id == report.sync_id) {
       report.workers.push_back({from.id, message->bytes_kept, message->bytes_moved, message->update_ns,
-                                message->copy_ns, message->padding_bytes});
+                                message->copy_ns, message->padding_bytes, message->rerouted});
     }
     drive_sender([&](std::int64_t, SenderActions& out) {
       sync->prepared(now, from.id, message->sync_id, message->status.with_context(to_string(from)), out);
@@ -747,6 +749,7 @@ void Trainer::Impl::perform(const SenderAction& action) {
   } else if (const auto* done = std::get_if<sender_action::SyncDone>(&action)) {
     report.lost_consumers = done->lost_consumers;
     report.dropped_consumers = done->dropped_consumers;
+    report.lost_ranks = done->lost_ranks;
   }
 }
 

@@ -9,6 +9,7 @@
 #include <deque>
 #include <map>
 #include <optional>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -108,6 +109,7 @@ struct Worker::Impl final : TransportSink {
   Status join();
   Status make_plan();
   Status reserve();
+  void announce(std::uint32_t producer, std::uint64_t slot_bytes, const std::vector<PullDescription>& pulls);
   // Waits until `ready` (called with `mutex` held), the fleet's end, or the connect timeout; the error says
   // what was waited for.
   Status wait_for(const std::function<bool()>& ready, const std::string& what);
@@ -151,6 +153,7 @@ struct Worker::Impl final : TransportSink {
   std::atomic<std::uint64_t> version_guard{0};
 
   // Confined to the progress thread.
+  std::set<std::uint32_t> ranks_up;
   std::uint64_t current_sync = 0, current_version = 0;
   std::shared_ptr<const WorkerPlan> current_plan;  // what the sync runs: the plan, or what is left of it
   NameSet part_names;                              // the names `part` is of
@@ -212,7 +215,10 @@ Status Worker::Impl::start() {
       ControlRelay::Handlers{
           .message = [this](const Member& from, Incarnation,
                             ControlBody body) { on_control(from, std::move(body)); },
-          .up = [](const Member&, Incarnation) {},  // trainers do not come back within a fleet's life
+          .up =
+              [this](const Member& member, Incarnation) {
+                if (member.role == Role::kTrainer) ranks_up.insert(member.id);
+              },
           .lost = [this](const Member& member, const Status& why) { on_lost(member, why); }});
   progress->start();
   SHARDPULL_ASSIGN_OR_RETURN(control,
@@ -273,6 +279,10 @@ Status Worker::Impl::make_plan() {
                                    const std::vector<std::uint32_t>& groups) {
     send({Role::kTrainer, producer}, FreeGroups{sync_id, groups});
   };
+  hooks.announce_recovery = [this](std::uint32_t producer) {
+    const auto pulls = recovery_pulls_at(*plan, producer, effective_workers_per_replica(*tables));
+    announce(producer, lane_slot_bytes(pulls), pulls);
+  };
   hooks.update_done = [this](std::uint64_t sync_id, const Status& status) {
     Prepared message{.sync_id = sync_id, .status = status};
     message.bytes_moved = engine->bytes_moved();
@@ -280,6 +290,7 @@ Status Worker::Impl::make_plan() {
     message.copy_ns = engine->copy_ns();
     message.bytes_kept = current_plan->bytes_kept;
     message.padding_bytes = padding_bytes(*current_plan);
+    message.rerouted = engine->machine().rerouted();
     send(kSender, std::move(message));
     if (status.ok()) fault_point("worker.prepared", sync_id);
     if (!status.ok()) deliver(sync_id, status);
@@ -295,7 +306,9 @@ Status Worker::Impl::make_plan() {
   };
   auto made_engine = std::make_unique<ConsumerEngine>(
       *progress, model, *recorded, tables, plan, options.fleet.token, incarnation,
-      static_cast<std::int64_t>(options.fleet.stall_timeout_ms) * kNanosPerMilli, std::move(hooks));
+      static_cast<std::int64_t>(options.fleet.stall_timeout_ms) * kNanosPerMilli,
+      static_cast<std::int64_t>(options.fleet.dead_after_ms) * kNanosPerMilli + kNanosPerSecond,
+      std::move(hooks));
   SHARDPULL_RETURN_IF_ERROR(made_engine->prepare());
   progress->run([&] { engine = std::move(made_engine); });
   return {};
@@ -303,7 +316,17 @@ Status Worker::Impl::make_plan() {
 
 Status Worker::Impl::reserve() {
   Status status;
+  std::vector<std::uint32_t> producers;
   progress->run([&] {
+    for (const ProducerPlan& producer : plan->producers) {
+      if (ranks_up.contains(producer.producer)) {
+        producers.push_back(producer.producer);
+      } else {  // of a fleet that goes on without it
+        engine->producer_lost(producer.producer,
+                              Status(StatusCode::kUnavailable, "it was down before this worker joined",
+                                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer}));
+      }
+    }
     status = engine->connect(static_cast<std::int64_t>(options.fleet.connect_timeout_ms) * kNanosPerMilli);
     after_event();
   });
@@ -314,25 +337,33 @@ Status Worker::Impl::reserve() {
   SHARDPULL_RETURN_IF_ERROR(status);
 
   for (const ProducerPlan& producer : plan->producers) {
-    Reserve message;
-    message.slot_bytes =
-        producer.serve_slot_bytes == 0 ? 0 : std::max(producer.serve_slot_bytes, tables->presize);
-    message.ring_depth = plan->ring_depth;
-    message.num_consumers = tables->num_consumers;
-    message.workers_per_replica = tables->workers_per_replica;
-    message.digest_low = producer.digest.low;
-    message.digest_high = producer.digest.high;
-    message.pulls = encode_pulls(pulls_at(*plan, producer.producer));
-    send({Role::kTrainer, producer.producer}, std::move(message));
+    if (std::find(producers.begin(), producers.end(), producer.producer) == producers.end()) continue;
+    announce(producer.producer,
+             producer.serve_slot_bytes == 0 ? 0 : std::max(producer.serve_slot_bytes, tables->presize),
+             pulls_at(*plan, producer.producer));
   }
   SHARDPULL_RETURN_IF_ERROR(wait_for(
-      [this]() SHARDPULL_REQUIRES(mutex) { return reserve_replies.size() == plan->producers.size(); },
+      [&]() SHARDPULL_REQUIRES(mutex) { return reserve_replies.size() == producers.size(); },
       "answer to reserve"));
   MutexLock lock(mutex);
   for (const auto& [rank, reply] : reserve_replies) {
     if (!reply.ok()) return reply.with_context(fmt::format("trainer {} refused this worker's plan", rank));
   }
   return {};
+}
+
+void Worker::Impl::announce(std::uint32_t producer, std::uint64_t slot_bytes,
+                            const std::vector<PullDescription>& pulls) {
+  const Digest128 digest = pulls_digest(pulls, plan->ring_depth);
+  Reserve message;
+  message.slot_bytes = slot_bytes;
+  message.ring_depth = plan->ring_depth;
+  message.num_consumers = tables->num_consumers;
+  message.workers_per_replica = tables->workers_per_replica;
+  message.digest_low = digest.low;
+  message.digest_high = digest.high;
+  message.pulls = encode_pulls(pulls);
+  send({Role::kTrainer, producer}, std::move(message));
 }
 
 void Worker::Impl::stop() {
@@ -364,9 +395,13 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
     payload = std::move(*message);
     wake.notify_all();
   } else if (auto* message = std::get_if<ReserveReply>(&body)) {
-    MutexLock lock(mutex);
-    reserve_replies[from.id] = message->status;
-    wake.notify_all();
+    if (message->lane_kind == static_cast<std::uint32_t>(LaneKind::kRecovery)) {
+      if (engine != nullptr) engine->recovery_reserved(from.id, message->status);
+    } else {
+      MutexLock lock(mutex);
+      reserve_replies[from.id] = message->status;
+      wake.notify_all();
+    }
   } else if (auto* message = std::get_if<Shutdown>(&body)) {
     log_info("the fleet ends: {}", message->reason);
     end(end_of(*message));
@@ -440,7 +475,7 @@ void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
   delivered = true;
   push_result(current_version, status,
               {options.consumer, current_plan->bytes_kept, engine->bytes_moved(), engine->update_ns(),
-               engine->copy_ns(), padding_bytes(*current_plan)});
+               engine->copy_ns(), padding_bytes(*current_plan), engine->machine().rerouted()});
 }
 
 void Worker::Impl::push_result(std::uint64_t version, const Status& status, const WorkerReport& report) {
@@ -466,6 +501,7 @@ void Worker::Impl::on_lost(const Member& member, const Status& why) {
   const Status named(StatusCode::kUnavailable,
                      fmt::format("{} is lost: {}", to_string(member), why.message()),
                      {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = to_string(member)});
+  if (member.role == Role::kTrainer) ranks_up.erase(member.id);
   if (engine != nullptr && member.role == Role::kTrainer) engine->producer_lost(member.id, named);
   after_event();
   if (member == kSender) {

@@ -62,6 +62,7 @@ SimTrainer::SimTrainer(World& world, const SimModel& model, SlotReaders& readers
     config.workers_per_replica = model.workers_per_replica();
     config.step_timeout_ns = kSimStallNs;
     sender_ = std::make_unique<SenderMachine>(config);
+    sender_->set_tables(model.tables);
   }
   const auto group_of = group_of_names(*model.tables);
   for (const auto& [name, piece] : model.held[rank]) {
@@ -300,6 +301,7 @@ void SimTrainer::perform(const producer_action::AllocateRing& action) {
 void SimTrainer::perform(const producer_action::ReserveReply& action) {
   ReserveReply reply;
   reply.status = action.status;
+  reply.lane_kind = static_cast<std::uint32_t>(action.lane);
   send({Role::kWorker, action.consumer}, reply);
 }
 
@@ -390,6 +392,7 @@ void SimTrainer::reply(HotType type, Incarnation to, const PullId& pull,
   header.run = pull.run;
   header.attempt = pull.attempt;
   header.seq = pull.seq;
+  header.lane_kind = static_cast<std::uint16_t>(pull.lane);
   (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
 }
 
@@ -453,7 +456,8 @@ void SimTrainer::on_message(EndpointId endpoint, const HotHeader& header, const 
     return;
   }
   if (header.type == HotType::kPull) {
-    const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt, header.seq};
+    const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt,
+                      header.seq,     static_cast<LaneKind>(header.lane_kind)};
     world_.trace("pull", rank_, pull.consumer, pull.chunk);
     produce(
         [&](std::int64_t now, ProducerActions& out) { producer_->pull(now, header.incarnation, pull, out); });

@@ -53,28 +53,44 @@ void SimWorker::start() {
 
 void SimWorker::connect_and_reserve() {
   for (const ProducerPlan& producer : plan_.producers) {
-    const auto endpoint = transport_->connect(model_.tables->producers[producer.producer], 0);
-    if (!endpoint.ok()) return world_.broken("{}", endpoint.status().to_string());
-    endpoint_of_[producer.producer] = *endpoint;
-    producer_of_[*endpoint] = producer.producer;
-    HotHeader hello;
-    hello.type = HotType::kHello;
-    hello.consumer = consumer_;
-    (void)transport_->send(*endpoint, hello, nullptr, 0).ok();
-
-    Reserve reserve;
-    reserve.slot_bytes = producer.serve_slot_bytes;
-    reserve.ring_depth = plan_.ring_depth;
-    reserve.num_consumers = model_.tables->num_consumers;
-    reserve.workers_per_replica = effective_workers_per_replica(*model_.tables);
-    reserve.digest_low = producer.digest.low;
-    reserve.digest_high = producer.digest.high;
-    reserve.pulls = encode_pulls(pulls_at(plan_, producer.producer));
+    if (const Status status = connect_to(producer.producer); !status.ok())
+      return world_.broken("{}", status.to_string());
     waiting_reserves_.insert(producer.producer);
-    send({Role::kTrainer, producer.producer}, std::move(reserve));
+    announce(producer.producer, producer.serve_slot_bytes, pulls_at(plan_, producer.producer));
   }
   started_ = true;
   tick();
+}
+
+Status SimWorker::connect_to(std::uint32_t producer) {
+  const auto endpoint = transport_->connect(model_.tables->producers[producer], 0);
+  if (!endpoint.ok()) return endpoint.status();
+  endpoint_of_[producer] = *endpoint;
+  producer_of_[*endpoint] = producer;
+  HotHeader hello;
+  hello.type = HotType::kHello;
+  hello.consumer = consumer_;
+  return transport_->send(*endpoint, hello, nullptr, 0);
+}
+
+void SimWorker::announce(std::uint32_t producer, std::uint64_t slot_bytes,
+                         const std::vector<PullDescription>& pulls) {
+  const Digest128 digest = pulls_digest(pulls, plan_.ring_depth);
+  Reserve reserve;
+  reserve.slot_bytes = slot_bytes;
+  reserve.ring_depth = plan_.ring_depth;
+  reserve.num_consumers = model_.tables->num_consumers;
+  reserve.workers_per_replica = effective_workers_per_replica(*model_.tables);
+  reserve.digest_low = digest.low;
+  reserve.digest_high = digest.high;
+  reserve.pulls = encode_pulls(pulls);
+  send({Role::kTrainer, producer}, std::move(reserve));
+}
+
+void SimWorker::recovery_reserved(std::uint32_t producer, const Status& status) {
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.recovery_reserved(now, producer, status, out);
+  });
 }
 
 void SimWorker::tick() {
@@ -111,7 +127,19 @@ void SimWorker::perform(const consumer_action::SendPull& action) {
   header.run = action.pull.run;
   header.attempt = action.pull.attempt;
   header.seq = action.pull.seq;
+  header.lane_kind = static_cast<std::uint16_t>(action.pull.lane);
   (void)transport_->send(endpoint_of_.at(action.producer), header, nullptr, 0).ok();
+}
+
+void SimWorker::perform(const consumer_action::AnnounceRecovery& action) {
+  const std::uint32_t producer = action.producer;
+  world_.trace("announce_recovery", consumer_, producer);
+  const Status status = endpoint_of_.contains(producer) ? Status() : connect_to(producer);
+  if (status.ok()) {
+    const auto pulls = recovery_pulls_at(plan_, producer, effective_workers_per_replica(*model_.tables));
+    return announce(producer, lane_slot_bytes(pulls), pulls);
+  }
+  world_.after(1, [this, producer, status] { recovery_reserved(producer, status); });
 }
 
 void SimWorker::perform(const consumer_action::StartTransfer& action) {
@@ -154,6 +182,11 @@ const Run& SimWorker::run_of(const Chunk& chunk, std::uint32_t key) const {
   });
 }
 
+std::uint32_t SimWorker::producer_of(const Landing& landing, std::uint32_t key) const {
+  const Chunk& chunk = chunk_of(landing.chunk);
+  return landing.producers[static_cast<std::size_t>(&run_of(chunk, key) - chunk.runs.data())];
+}
+
 const Location& SimWorker::source_of(const Landing& landing, std::uint32_t key) const {
   const Chunk& chunk = chunk_of(landing.chunk);
   const Run& run = run_of(chunk, key);
@@ -190,7 +223,7 @@ void SimWorker::arrived(Landing& landing, std::uint32_t key, std::span<std::byte
   world_.maybe_flip(Failure::kArrivedBit, bytes);
   if (landing.sums.empty() || !landing.status.ok()) return;
   ++summed_keys_;
-  landing.status = check_sum(*model_.tables, chunk.keys[key], run_of(chunk, key).producer, bytes, landing.sums[key]);
+  landing.status = check_sum(*model_.tables, chunk.keys[key], producer_of(landing, key), bytes, landing.sums[key]);
 }
 
 void SimWorker::scatter(const Landing& landing, std::size_t index, const std::byte* packed) {
@@ -207,7 +240,7 @@ std::vector<std::byte> SimWorker::copy_from_mapping(const Landing& landing, std:
   const std::uint64_t width = element_bytes(chunk.keys[key].wire_dtype);
   std::vector<std::byte> bytes;
   const auto mapping =
-      transport_->map(endpoint_of_.at(run_of(chunk, key).producer), source_of(landing, key).where);
+      transport_->map(endpoint_of_.at(producer_of(landing, key)), source_of(landing, key).where);
   if (!mapping.ok()) {
     world_.broken("{}", mapping.status().to_string());
     bytes.resize(chunk.keys[key].bytes);
@@ -240,7 +273,7 @@ void SimWorker::read_direct(const std::shared_ptr<Landing>& landing) {
     if (parts[r].empty()) continue;
     ++landing->reads_left;
     direct_reads_[next_token_] = landing;
-    transport_->read_parts(endpoint_of_.at(chunk.runs[r].producer), std::move(parts[r]), next_token_);
+    transport_->read_parts(endpoint_of_.at(landing->producers[r]), std::move(parts[r]), next_token_);
     ++next_token_;
   }
 }
@@ -276,6 +309,7 @@ void SimWorker::perform(const consumer_action::StartScatter& action) {
   auto landing = std::make_shared<Landing>();
   landing->sync_id = machine_.sync_id();
   landing->chunk = action.chunk;
+  landing->producers = action.producers;
   landing->sums = action.sums;
   materialise(action.chunk);
   world_.in_pieces(
@@ -299,12 +333,13 @@ void SimWorker::perform(const consumer_action::StartCopy& action) {
   auto landing = std::make_shared<Landing>();
   landing->sync_id = machine_.sync_id();
   landing->chunk = action.chunk;
+  landing->producers = action.producers;
   landing->ready = action.ready;
   for (std::size_t r = 0; r < action.ready.size(); ++r) {
     const ReadyInfo& ready = action.ready[r];
     landing->sums.insert(landing->sums.end(), ready.sums.begin(), ready.sums.end());
     for (const Location& entry : ready.entries) {
-      landing->reads.emplace_back(chunk.runs[r].producer, entry.where.region, SlotReaders::kMapped);
+      landing->reads.emplace_back(action.producers[r], entry.where.region, SlotReaders::kMapped);
       readers_.begin(landing->reads.back());
     }
   }
@@ -427,7 +462,8 @@ void SimWorker::on_closed(EndpointId, const Status&) {}
 
 void SimWorker::on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) {
   const std::uint32_t producer = producer_of_.at(endpoint);
-  const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt, header.seq};
+  const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt,
+                    header.seq,     static_cast<LaneKind>(header.lane_kind)};
   if (header.type == HotType::kReady) {
     const auto decoded = decode_ready(payload, header.length);
     if (!decoded.ok()) return world_.broken("{}", decoded.status().to_string());
@@ -489,6 +525,8 @@ void SimWorker::on_member_lost(const Member& member, Incarnation, const Status& 
 void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
   if (down_) return;
   if (auto* reserved = std::get_if<ReserveReply>(&body)) {
+    if (reserved->lane_kind == static_cast<std::uint32_t>(LaneKind::kRecovery))
+      return recovery_reserved(from.id, reserved->status);
     if (!reserved->status.ok())
       world_.broken("reserve of worker {}: {}", consumer_, reserved->status.to_string());
     waiting_reserves_.erase(from.id);

@@ -50,6 +50,7 @@ class SimWorker final : TransportSink, ControlSink {
   template <typename Event>
   void drive(Event event);
   void perform(const consumer_action::SendPull& action);
+  void perform(const consumer_action::AnnounceRecovery& action);
   void perform(const consumer_action::StartTransfer& action);
   void perform(const consumer_action::StartScatter& action);
   void perform(const consumer_action::StartCopy& action);
@@ -60,6 +61,9 @@ class SimWorker final : TransportSink, ControlSink {
   void perform(const consumer_action::ReportFailure& action);
 
   void connect_and_reserve();
+  Status connect_to(std::uint32_t producer);
+  void announce(std::uint32_t producer, std::uint64_t slot_bytes, const std::vector<PullDescription>& pulls);
+  void recovery_reserved(std::uint32_t producer, const Status& status);
   void tick();
   std::byte* data_of(std::uint32_t parameter) { return parameters_[parameter].data() + kGuardBytes; }
   void materialise(std::uint32_t chunk);
@@ -67,6 +71,7 @@ class SimWorker final : TransportSink, ControlSink {
   struct Landing {
     std::uint64_t sync_id = 0;
     std::uint32_t chunk = 0;
+    std::vector<std::uint32_t> producers;  // by run
     std::vector<ReadyInfo> ready;          // mapped, direct
     std::vector<std::uint64_t> sums;       // by key, or empty
     std::vector<SlotReaders::Slot> reads;  // mapped, direct: what must not be released meanwhile
@@ -74,6 +79,7 @@ class SimWorker final : TransportSink, ControlSink {
     Status status;                         // the first error
   };
   const Run& run_of(const Chunk& chunk, std::uint32_t key) const;
+  std::uint32_t producer_of(const Landing& landing, std::uint32_t key) const;
   // Where a run's key lies at its producer.
   const Location& source_of(const Landing& landing, std::uint32_t key) const;
   // The byte offset there of each element of the key, in order.

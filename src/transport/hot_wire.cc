@@ -144,6 +144,9 @@ Result<HotHeader> decode_hot_header(const std::byte* data, std::size_t size) {
   SHARDPULL_RETURN_IF_ERROR(reader.u16(header.attempt));
   SHARDPULL_RETURN_IF_ERROR(reader.u16(header.run));
   SHARDPULL_RETURN_IF_ERROR(reader.u16(header.lane_kind));
+  if (header.lane_kind > kMaxLaneKind) {
+    return refused(Reason::kCorrupt, fmt::format("hot header: unknown lane kind {}", header.lane_kind));
+  }
   SHARDPULL_RETURN_IF_ERROR(reader.u16(reserved));
   if (reserved != 0) return refused(Reason::kCorrupt, fmt::format("hot header: reserved field is {}, not 0", reserved));
   SHARDPULL_RETURN_IF_ERROR(reader.u32(header.seq));

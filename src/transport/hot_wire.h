@@ -21,6 +21,7 @@ namespace shardpull {
 inline constexpr std::size_t kHotHeaderBytes = 64;
 inline constexpr std::uint32_t kHotMagic = 0x4C555053;        // "SPUL" in memory
 inline constexpr std::uint32_t kMaxHotPayloadBytes = 16u << 20;
+inline constexpr std::uint16_t kMaxLaneKind = 1;  // 0 regular, 1 recovery
 
 enum class HotType : std::uint8_t {
   kHello = 1,       // consumer -> producer, first message of an endpoint; payload: u32 slice-format version
@@ -48,8 +49,8 @@ struct HotHeader {
   std::uint64_t sum = 0;
 };
 std::array<std::byte, kHotHeaderBytes> encode(const HotHeader& header);
-// Decodes the first 64 of `size` bytes. Refuses another magic ("not our protocol"), wire version (naming both), type, flag,
-// a reserved field that is not 0, a token or incarnation of 0, or a length above the limit. Whether the token is OURS is the
+// Decodes the first 64 of `size` bytes. Refuses another magic ("not our protocol"), wire version (naming both), type, flag, lane
+// kind, a reserved field that is not 0, a token or incarnation of 0, or a length above the limit. Whether the token is OURS is the
 // transport's to check.
 Result<HotHeader> decode_hot_header(const std::byte* data, std::size_t size);
 // XXH3-64: the `sum` of a header whose payload is these bytes. The sum of no bytes is that of the empty string.

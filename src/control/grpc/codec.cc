@@ -92,7 +92,9 @@ struct Writer {
     w.set_pulls(to_text(m.pulls));
   }
   void operator()(const ReserveReply& m) const {
-    status(out.mutable_reserve_reply()->mutable_status(), m.status);
+    v1::ReserveReply& w = *out.mutable_reserve_reply();
+    status(w.mutable_status(), m.status);
+    w.set_lane_kind(m.lane_kind);
   }
   void operator()(const SyncOpen& m) const {
     v1::SyncOpen& w = *out.mutable_sync_open();
@@ -125,6 +127,7 @@ struct Writer {
     w.set_copy_ns(m.copy_ns);
     w.set_bytes_kept(m.bytes_kept);
     w.set_padding_bytes(m.padding_bytes);
+    w.set_rerouted(m.rerouted);
   }
   void operator()(const Finish& m) const { out.mutable_finish()->set_sync_id(m.sync_id); }
   void operator()(const Finished& m) const {
@@ -284,7 +287,8 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
                                  .pulls = to_vector<std::byte>(w.pulls())});
     }
     case R::kReserveReply:
-      return ControlBody(ReserveReply{.status = from_wire(routed.reserve_reply().status())});
+      return ControlBody(ReserveReply{.status = from_wire(routed.reserve_reply().status()),
+                                      .lane_kind = routed.reserve_reply().lane_kind()});
     case R::kSyncOpen: {
       const v1::SyncOpen& w = routed.sync_open();
       SyncOpen out{.sync_id = w.sync_id(),
@@ -318,7 +322,8 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
                                   .update_ns = w.update_ns(),
                                   .copy_ns = w.copy_ns(),
                                   .bytes_kept = w.bytes_kept(),
-                                  .padding_bytes = w.padding_bytes()});
+                                  .padding_bytes = w.padding_bytes(),
+                                  .rerouted = w.rerouted()});
     }
     case R::kFinish:
       return ControlBody(Finish{.sync_id = routed.finish().sync_id()});
