@@ -1,0 +1,226 @@
+#include "protocol/commit_machine.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "protocol/wording.h"
+
+namespace shardpull {
+
+using namespace commit_action;  // NOLINT: this file is about them
+
+struct CommitMachine::State {
+  explicit State(CommitConfig given) : config(std::move(given)) {}
+
+  enum class Stage : std::uint8_t { kNone, kUpdating, kPrepared, kDeciding, kCommitted, kAborted };
+
+  const CommitConfig config;
+  std::uint64_t sync_id = 0;
+  Stage stage = Stage::kNone;
+  Status why;                        // aborted, deciding: what began it
+  std::uint64_t last_committed = 0;  // of all syncs
+  std::uint64_t fenced_through = 0;  // syncs up to this one that had not started here will not be committed
+
+  // Deciding.
+  std::uint32_t round = 0;
+  std::int64_t deadline_ns = 0;
+  std::set<std::uint32_t> alive;                  // mates not taken for dead
+  std::set<std::uint32_t> waiting;                // of them, those that have not answered this round
+  std::map<std::uint32_t, std::uint32_t> parked;  // mate -> the later round it asks about
+
+  std::string me() const { return worker_name(config.consumer); }
+
+  void decide(std::int64_t now_ns, const Status& reason, CommitActions& out) {
+    stage = Stage::kDeciding;
+    why = reason;
+    round = 0;
+    alive = {config.mates.begin(), config.mates.end()};
+    parked.clear();
+    next_round(now_ns, out);
+  }
+
+  void next_round(std::int64_t now_ns, CommitActions& out) {
+    if (alive.empty() || round == config.mates.size()) {
+      return abort(
+          Status(why.code(), fmt::format("{}; no mate has committed sync {}", why.message(), sync_id),
+                 why.info()),
+          out);
+    }
+    ++round;
+    waiting = alive;
+    deadline_ns = now_ns + config.answer_within_ns;
+    for (const std::uint32_t mate : alive) out.push_back(AskMate{mate, sync_id, round});
+    for (auto it = parked.begin(); it != parked.end();) {
+      if (it->second > round) {
+        ++it;
+        continue;
+      }
+      out.push_back(AnswerMate{it->first, sync_id, it->second, CommitWord::kUndecided});
+      it = parked.erase(it);
+    }
+  }
+
+  void commit(CommitActions& out) {
+    stage = Stage::kCommitted;
+    last_committed = sync_id;
+    end(CommitWord::kCommitted, out);
+    out.push_back(Commit{sync_id});
+  }
+
+  void abort(const Status& reason, CommitActions& out) {
+    stage = Stage::kAborted;
+    why = reason;
+    end(CommitWord::kAborted, out);
+    out.push_back(Abort{sync_id, why});
+  }
+
+  void end(CommitWord word, CommitActions& out) {
+    for (const auto& [mate, asked_round] : std::exchange(parked, {}))
+      out.push_back(AnswerMate{mate, sync_id, asked_round, word});
+    waiting.clear();
+  }
+
+  void dead(std::int64_t now_ns, std::uint32_t mate, CommitActions& out) {
+    alive.erase(mate);
+    waiting.erase(mate);
+    if (stage == Stage::kDeciding && waiting.empty()) next_round(now_ns, out);
+  }
+};
+
+CommitMachine::CommitMachine(CommitConfig config) : state_(std::make_unique<State>(std::move(config))) {}
+CommitMachine::~CommitMachine() = default;
+
+Status CommitMachine::start(std::uint64_t sync_id) {
+  State& s = *state_;
+  if (s.stage == State::Stage::kDeciding) {
+    return wrong_state(
+        fmt::format("{}: sync {} while it asks its mates how sync {} ended", s.me(), sync_id, s.sync_id),
+        Fault::kPeer);
+  }
+  if (sync_id <= s.fenced_through) {
+    return wrong_state(
+        fmt::format("{}: a mate that has lost the sender was promised that sync {} will not be "
+                    "committed",
+                    s.me(), sync_id),
+        Fault::kPeer);
+  }
+  s.sync_id = sync_id;
+  s.stage = State::Stage::kUpdating;
+  s.why = {};
+  return {};
+}
+
+void CommitMachine::update_done(std::uint64_t sync_id, const Status& status) {
+  State& s = *state_;
+  if (sync_id != s.sync_id) return;
+  if (!status.ok() && (s.stage == State::Stage::kUpdating || s.stage == State::Stage::kPrepared)) {
+    s.stage = State::Stage::kAborted;
+    s.why = status;
+  } else if (status.ok() && s.stage == State::Stage::kUpdating) {
+    s.stage = State::Stage::kPrepared;
+  }
+}
+
+Status CommitMachine::finish(std::uint64_t sync_id, CommitActions& out) {
+  State& s = *state_;
+  if (sync_id != s.sync_id)
+    return wrong_state(fmt::format("{}: finish of sync {}, started was {}", s.me(), sync_id, s.sync_id));
+  switch (s.stage) {
+    case State::Stage::kPrepared:
+      s.commit(out);
+      return {};
+    case State::Stage::kCommitted:
+      return {};
+    case State::Stage::kDeciding:
+      return wrong_state(
+          fmt::format("{}: sync {} is being decided by its mates: {}", s.me(), sync_id, s.why.message()),
+          Fault::kPeer);
+    case State::Stage::kAborted:
+      return s.why;
+    case State::Stage::kNone:
+    case State::Stage::kUpdating:
+      break;
+  }
+  return wrong_state(fmt::format("{}: finish of sync {} before it was prepared", s.me(), sync_id));
+}
+
+void CommitMachine::sender_lost(std::int64_t now_ns, const Status& why, CommitActions& out) {
+  State& s = *state_;
+  if (s.stage == State::Stage::kUpdating) s.abort(why, out);
+  if (s.stage == State::Stage::kPrepared) s.decide(now_ns, why, out);
+}
+
+void CommitMachine::asked(std::int64_t now_ns, std::uint32_t mate, std::uint64_t sync_id, std::uint32_t round,
+                          CommitActions& out) {
+  State& s = *state_;
+  if (sync_id > s.sync_id) {
+    s.fenced_through = std::max(s.fenced_through, sync_id);
+    out.push_back(AnswerMate{mate, sync_id, round, CommitWord::kAborted});
+    return;
+  }
+  // An earlier one: mates go on together, so that of those it is the last one that may have been committed.
+  if (sync_id < s.sync_id) {
+    const bool committed = sync_id == s.last_committed;
+    out.push_back(
+        AnswerMate{mate, sync_id, round, committed ? CommitWord::kCommitted : CommitWord::kAborted});
+    return;
+  }
+  const Status why(
+      StatusCode::kUnavailable,
+      fmt::format("{} has lost the sender and asks how sync {} ended", worker_name(mate), sync_id),
+      {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(mate)});
+  if (s.stage == State::Stage::kUpdating || s.stage == State::Stage::kNone) s.abort(why, out);
+  if (s.stage == State::Stage::kPrepared) s.decide(now_ns, why, out);
+  if (s.stage == State::Stage::kDeciding && round > s.round) {
+    s.parked[mate] = round;
+    return;
+  }
+  out.push_back(AnswerMate{mate, sync_id, round,
+                           s.stage == State::Stage::kDeciding    ? CommitWord::kUndecided
+                           : s.stage == State::Stage::kCommitted ? CommitWord::kCommitted
+                                                                 : CommitWord::kAborted});
+}
+
+void CommitMachine::answered(std::int64_t now_ns, std::uint32_t mate, std::uint64_t sync_id,
+                             std::uint32_t round, CommitWord word, CommitActions& out) {
+  State& s = *state_;
+  if (s.stage != State::Stage::kDeciding || sync_id != s.sync_id) return;
+  switch (word) {
+    case CommitWord::kCommitted:
+      return s.commit(out);
+    case CommitWord::kAborted:
+      return s.abort(
+          Status(s.why.code(),
+                 fmt::format("{}; {} has not committed sync {}", s.why.message(), worker_name(mate), sync_id),
+                 s.why.info()),
+          out);
+    case CommitWord::kUndecided:
+      break;
+  }
+  if (round != s.round || s.waiting.erase(mate) == 0 || !s.waiting.empty()) return;
+  s.next_round(now_ns, out);
+}
+
+void CommitMachine::unreachable(std::int64_t now_ns, std::uint32_t mate, CommitActions& out) {
+  state_->dead(now_ns, mate, out);
+}
+
+void CommitMachine::tick(std::int64_t now_ns, CommitActions& out) {
+  State& s = *state_;
+  if (s.stage != State::Stage::kDeciding || now_ns < s.deadline_ns) return;
+  for (const std::uint32_t mate : std::set<std::uint32_t>(s.waiting)) {
+    // The last of them begins the next round, whose answers are not awaited since just now.
+    s.dead(now_ns, mate, out);
+    if (s.stage != State::Stage::kDeciding) return;
+  }
+}
+
+bool CommitMachine::deciding() const {
+  return state_->stage == State::Stage::kDeciding;
+}
+
+}  // namespace shardpull
