@@ -560,7 +560,7 @@ void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
     if (done.status.ok()) ++times_joined;
     wake.notify_all();
   }
-  fault_point("sender.joined", 0);
+  if (done.status.ok()) fault_point("sender.joined", 0);
 }
 
 // ---- control events
@@ -808,7 +808,7 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
     const std::int64_t left = std::max<std::int64_t>(0, deadline - clock.now_ns());
     status = wait_for([&]() SHARDPULL_REQUIRES(mutex) { return times_joined != joined; },
                       static_cast<std::uint64_t>(left / kNanosPerMilli),
-                      [&] { return fmt::format("a whole replica: {} missing", missing); });
+                      [&] { return fmt::format("a whole replica of workers; missing: {}", missing); });
     if (!status.ok()) return status;
   }
 }

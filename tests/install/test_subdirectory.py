@@ -18,6 +18,7 @@ class Subdirectory(unittest.TestCase):
             run(CMAKE, "-G", "Ninja", "-S", str(CONSUMER), "-B", str(build), f"-DSHARDPULL_SUBDIRECTORY={ROOT}")
             run(CMAKE, "--build", str(build))
             self.assertEqual(run(str(build / "consumer")), CONSUMER_SAYS)
+            self.assertNotIn(b"SHARDPULL_FAULT", (build / "consumer").read_bytes())  # of src/base/fault_hooks.h
 
 
 if __name__ == "__main__":

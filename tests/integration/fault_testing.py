@@ -11,7 +11,7 @@ import threading
 import time
 import unittest
 
-from fleet_testing import BINARY, FleetTest, SANITIZED, SLOWNESS
+from fleet_testing import BINARY, FleetTest, SANITIZED, SLOWNESS, has_cma
 
 HEARTBEAT, DEAD_AFTER = (0.1, 2.0) if not SANITIZED else (0.4, 8.0)
 # What a worker goes through in a sync, in this order.
@@ -25,6 +25,12 @@ SYNC_LINE = re.compile(r"sync (\d+): version (\d+), .*?(, exact)?(?:, by (\d+) o
 def has_hooks():
     return b"SHARDPULL_FAULT_SOCKET" in pathlib.Path(BINARY).read_bytes()
 
+
+
+def ways(*names):
+    """(transport, path) of each of "shm mapped", ..., as far as this host has it; sanitized, the first alone."""
+    found = [tuple(name.split()) for name in names if not name.startswith("cma") or has_cma()]
+    return found[:1] if SANITIZED else found
 
 
 class Announcement:
@@ -150,8 +156,9 @@ class FaultTest(FleetTest):
         self.addCleanup(self.shut)
 
     def launch(self, syncs, *flags, trainer="pp=2", inference="replicas=4", ranks=2, workers=4, on_loss="continue", faults=None,
-               rendezvous=None, worker_rendezvous=None):
-        """Starts a fleet; its sender waits before each sync. `faults`: by process name, SHARDPULL_FAULT."""
+               rendezvous=None, via=None, connect_timeout=30):
+        """Starts a fleet; its sender waits before each sync. `faults`: by process name, SHARDPULL_FAULT. `via`: by worker number,
+        another rendezvous."""
         self.shut()
         self.fleet = self.directory / f"fleet{time.monotonic_ns()}"
         self.fleet.mkdir(mode=0o700)
@@ -159,16 +166,18 @@ class FaultTest(FleetTest):
         self.faults = faults or {}
         self.layout = ["--trainer", trainer, "--inference", inference, "--model", self.model, "--fleet-dir", self.fleet,
                        "--heartbeat", f"{int(HEARTBEAT * 1000)}ms", "--dead-after", f"{int(DEAD_AFTER * 1000)}ms",
-                       "--connect-timeout", f"{30 * SLOWNESS}s", "--verify", *flags]
-        self.worker_flags = ["--rendezvous", worker_rendezvous or rendezvous] if rendezvous else []
-        trainer_flags = ["--rendezvous", rendezvous] if rendezvous else []
+                       "--connect-timeout", f"{connect_timeout * SLOWNESS}s", "--verify", *flags]
+        self.rendezvous, self.via = rendezvous, via or {}
         self.processes, self.workers, self.syncs = {}, workers, syncs
         for rank in range(ranks):
-            self.run_process(f"trainer {rank}", "trainer", "--rank", rank, "--syncs", syncs, "--on-consumer-loss", on_loss, *trainer_flags)
+            self.run_process(f"trainer {rank}", "trainer", "--rank", rank, "--syncs", syncs, "--on-consumer-loss", on_loss, *self.meeting(rendezvous))
         for number in range(workers):
             self.start_worker(number)
         for _ in range(workers):
             self.announced("sender.joined").go()
+
+    def meeting(self, rendezvous):
+        return ["--rendezvous", rendezvous] if rendezvous else []
 
     def run_process(self, name, *words):
         fault = self.faults.get(name, "")
@@ -184,7 +193,7 @@ class FaultTest(FleetTest):
         """Starts worker `number`, again if it ran before; it is in the fleet once sender.joined was announced."""
         if fault is not None:
             self.faults[f"worker {number}"] = fault
-        return self.run_process(f"worker {number}", "worker", "--id", number, *self.worker_flags)
+        return self.run_process(f"worker {number}", "worker", "--id", number, *self.meeting(self.via.get(number, self.rendezvous)))
 
     def restart_worker(self, number, fault=""):
         started = time.monotonic()
@@ -261,6 +270,22 @@ class FaultTest(FleetTest):
         self.told.close()
         self.told = None
 
+
+    def state(self, pid):
+        """The letter of /proc/PID/stat: T is stopped."""
+        with contextlib.suppress(OSError):
+            return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        return ""
+
+    def wait_until(self, what, condition, timeout=20.0):
+        deadline = time.monotonic() + timeout * SLOWNESS
+        while not condition():
+            self.assertLess(time.monotonic(), deadline, f"not within {timeout * SLOWNESS} s: {what}")
+            time.sleep(0.002)
+
+    def pause(self, seconds):
+        """Lets so much time pass: the length of a silence is what is tested."""
+        time.sleep(seconds)
 
     def measured(self, what, seconds):
         print(f"measured: {what}: {seconds * 1000:.0f} ms")

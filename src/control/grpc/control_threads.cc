@@ -2,9 +2,11 @@
 
 #include <utility>
 
+#include <fmt/format.h>
 #include <pthread.h>
 
 #include "base/clock.h"
+#include "base/units.h"
 
 namespace shardpull {
 
@@ -74,6 +76,29 @@ void Ticker::run() {
     next_ns += period_ns_;
     if (const std::int64_t now_ns = clock.now_ns(); next_ns < now_ns) next_ns = now_ns + period_ns_;
   }
+}
+
+void StandstillWatch::start(std::int64_t now_ns) {
+  MutexLock lock(mutex_);
+  beat_ns_ = now_ns;
+}
+
+void StandstillWatch::beat(std::int64_t now_ns) {
+  MutexLock lock(mutex_);
+  if (now_ns - beat_ns_ >= dead_after_ns_) {
+    still_ns_ = now_ns - beat_ns_;
+    ended_ns_ = now_ns;
+  }
+  beat_ns_ = now_ns;
+}
+
+std::string StandstillWatch::recent(std::int64_t now_ns) const {
+  MutexLock lock(mutex_);
+  std::int64_t still_ns = now_ns - beat_ns_;
+  if (still_ns < dead_after_ns_) still_ns = still_ns_ != 0 && now_ns - ended_ns_ < dead_after_ns_ ? still_ns_ : 0;
+  if (still_ns == 0) return {};
+  return fmt::format("this process stood still for {}, longer than dead_after ({})", format_duration_ns(still_ns),
+                     format_duration_ns(dead_after_ns_));
 }
 
 }  // namespace shardpull

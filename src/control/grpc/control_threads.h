@@ -59,4 +59,24 @@ class Ticker {
   std::thread thread_;  // last: it uses all of the above
 };
 
+// Notices, by a beat that comes late, that this process stood still for so long that its peers take it for dead: it
+// was stopped, or its host was. Thread-safe.
+class StandstillWatch {
+ public:
+  explicit StandstillWatch(std::int64_t dead_after_ns) : dead_after_ns_(dead_after_ns) {}
+
+  // Beats are due from now on.
+  void start(std::int64_t now_ns);
+  void beat(std::int64_t now_ns);
+  // "this process stood still for 3.2s, longer than dead_after (2s)": does so still, or did until at most dead_after
+  // ago; else nothing.
+  std::string recent(std::int64_t now_ns) const;
+
+ private:
+  const std::int64_t dead_after_ns_;
+  mutable Mutex mutex_;
+  std::int64_t beat_ns_ SHARDPULL_GUARDED_BY(mutex_) = INT64_MAX;
+  std::int64_t still_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0, ended_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;
+};
+
 }  // namespace shardpull

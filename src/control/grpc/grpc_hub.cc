@@ -101,7 +101,10 @@ using StreamPtr = std::shared_ptr<HubStream>;
 class GrpcHub final : public Control, private v1::Control::CallbackService {
  public:
   GrpcHub(const ControlOptions& options, ControlSink& sink)
-      : options_(options), sink_(sink), dispatcher_(std::make_shared<Dispatcher>("shardpull-hub")) {}
+      : options_(options),
+        sink_(sink),
+        dispatcher_(std::make_shared<Dispatcher>("shardpull-hub")),
+        standstill_(options.dead_after_ns) {}
   ~GrpcHub() override { shutdown(); }
 
   Status start();
@@ -133,6 +136,7 @@ class GrpcHub final : public Control, private v1::Control::CallbackService {
   const ControlOptions options_;
   ControlSink& sink_;
   const std::shared_ptr<Dispatcher> dispatcher_;
+  StandstillWatch standstill_;
   GrpcTarget target_;
   std::unique_ptr<grpc::Server> server_;
   std::unique_ptr<Ticker> ticker_;
@@ -195,6 +199,7 @@ Status GrpcHub::start() {
             target_.path.empty() ? "it is an address of this host" : "its directory is writable"),
         {.reason = Reason::kHost, .fault = Fault::kHost});
   }
+  standstill_.start(SystemClock::instance().now_ns());
   ticker_ = std::make_unique<Ticker>("shardpull-beat", options_.heartbeat_ns, [this] { beat(); });
   return {};
 }
@@ -237,6 +242,7 @@ void GrpcHub::beat() {
     streams.assign(streams_.begin(), streams_.end());
   }
   const std::int64_t now_ns = SystemClock::instance().now_ns();
+  standstill_.beat(now_ns);
   for (const StreamPtr& stream : streams) {
     if (!stream->identified) {
       if (now_ns - stream->opened_ns < kHelloTimeoutNs) continue;
@@ -483,6 +489,8 @@ void GrpcHub::ended(const StreamPtr& stream) {
   if (why.ok()) {
     why = stream->farewell.empty() ? member_gone(*stream->member, "its control link broke")
                                    : member_gone(*stream->member, stream->farewell, Reason::kShutdown);
+    if (const std::string still = standstill_.recent(SystemClock::instance().now_ns()); !still.empty())
+      why = member_gone(*stream->member, still + ", and it has left");
   }
   lose(*stream->member, why);
 }

@@ -234,7 +234,10 @@ using StreamPtr = std::shared_ptr<LinkStream>;
 class GrpcLink final : public Control {
  public:
   GrpcLink(const ControlOptions& options, ControlSink& sink)
-      : options_(options), sink_(sink), dispatcher_(std::make_shared<Dispatcher>("shardpull-link")) {}
+      : options_(options),
+        sink_(sink),
+        dispatcher_(std::make_shared<Dispatcher>("shardpull-link")),
+        standstill_(options.dead_after_ns) {}
   ~GrpcLink() override { shutdown(); }
 
   Status connect();
@@ -262,6 +265,7 @@ class GrpcLink final : public Control {
   GrpcTarget target_;
   std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::Control::Stub> stub_;
+  StandstillWatch standstill_;
   std::unique_ptr<Ticker> ticker_;
   std::once_flag shutdown_once_;
   std::atomic<bool> closing_{false};
@@ -376,6 +380,7 @@ Status GrpcLink::connect() {
       continue;
     }
     if (stream->is_welcomed()) {
+      standstill_.start(clock.now_ns());
       ticker_ = std::make_unique<Ticker>("shardpull-beat", options_.heartbeat_ns, [this] { beat(); });
       return {};
     }
@@ -412,6 +417,7 @@ void GrpcLink::beat() {
     MutexLock lock(mutex_);
     stream = stream_;
   }
+  standstill_.beat(SystemClock::instance().now_ns());
   if (stream == nullptr) return;
   if (!stream->beat(SystemClock::instance().now_ns(), options_.heartbeat_ns, options_.dead_after_ns)) return;
   dispatcher_->post([this, stream] {
@@ -570,6 +576,10 @@ void GrpcLink::ended(const StreamPtr& stream) {
   if (why.ok() && !farewell_.empty()) why = member_gone(hub_, farewell_, Reason::kShutdown);
   if (why.ok())
     why = member_gone(hub_, fmt::format("its control link broke: {}", stream->final_status().message()));
+  // Then it is this process that is gone, for the others.
+  if (const std::string still = standstill_.recent(SystemClock::instance().now_ns()); !still.empty()) {
+    why = member_gone(hub_, still + ": the fleet has taken it for dead. It can be started again");
+  }
   {
     MutexLock lock(mutex_);
     down_ = why;

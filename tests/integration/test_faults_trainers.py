@@ -1,0 +1,141 @@
+"""Trainer ranks that are killed or stopped at each point of a sync: everybody ends with their name, and no worker claims the version."""
+
+# ctest-timeout: 600
+# ctest-processors: 2
+
+import signal
+import time
+import unittest
+
+from fault_testing import DEAD_AFTER, FaultTest, RANK_POINTS, SENDER_POINTS, ways
+from fleet_testing import SANITIZED, SLOWNESS
+
+# A killed process is missed at once, a silent one within dead_after; then those that are left drain and end.
+KILLED_WITHIN = 10 * SLOWNESS
+SILENT_WITHIN = DEAD_AFTER + 10 * SLOWNESS
+
+
+class TrainerFault(FaultTest):
+    def launch_small(self, transport, path, faults, syncs=3, **how):
+        self.launch(syncs, "--transport", transport, "--path", path, inference="replicas=2", workers=2, faults=faults, **how)
+
+    def expect_no_version(self, *but):
+        for number in range(self.workers):
+            if number not in but:
+                self.assertEqual(self.processes[f"worker {number}"].versions(), [0], f"worker {number}")
+
+
+class KilledSender(TrainerFault):
+    def kill_at(self, point, transport, path):
+        with self.subTest(f"{transport} {path} {point}"):
+            # A commit that was sent has been seen before the sender dies.
+            confirmed = {"sender.finishing": [0], "sender.closing": [0, 1]}.get(point, [])
+            self.launch_small(transport, path, {"trainer 0": f"announce@{point}/2:1",
+                                                **{f"worker {n}": "announce@worker.committed/2:1" for n in confirmed}})
+            self.expect_sync()
+            self.next_sync()
+            self.announced(point, self.processes["trainer 0"])
+            commits = [self.announced("worker.committed", self.processes[f"worker {n}"]) for n in confirmed]
+            self.processes["trainer 0"].signal(signal.SIGKILL)
+            for commit in commits:
+                commit.go()
+            seconds = self.expect_failure("trainer 0", KILLED_WITHIN, but=["trainer 0"])
+            self.measured(f"{transport} {path}, sender killed at {point}: all have ended after", seconds)
+            self.expect_no_version(*confirmed)
+            for number in confirmed:
+                self.assertEqual(self.processes[f"worker {number}"].versions(), [0, 1])
+            self.shut()
+            self.assert_nothing_left()
+
+    def test_at_every_point(self):
+        for point in SENDER_POINTS[::3] if SANITIZED else SENDER_POINTS:
+            self.kill_at(point, "shm", "mapped")
+
+
+class KilledRank(TrainerFault):
+    # How trainers hold the model, and whether others take over what a killed one served; packed, so that it packs.
+    LAYOUTS = [("pp=2", False)]
+
+    def kill_at(self, point, transport, path, trainer, taken_over):
+        with self.subTest(f"{trainer} {transport} {path} {point}"):
+            self.launch_small(transport, path, {"trainer 1": f"announce@{point}/2:1"}, trainer=trainer)
+            self.expect_sync()
+            self.next_sync()
+            self.announced(point, self.processes["trainer 1"])
+            # Once a rank has ended nobody needs it for this sync, but the next one, and the command for its report.
+            needed = point != "rank.ended"
+            if not needed:
+                self.wait_until("commits", lambda: all(self.processes[f"worker {n}"].versions() == [0, 1] for n in range(2)))
+            self.processes["trainer 1"].signal(signal.SIGKILL)
+            killed = time.monotonic()
+            if needed and taken_over:
+                self.check_sync(self.sync_line(), 2)
+                self.measured(f"{transport} {path}, trainer killed at {point}: others have taken over after", time.monotonic() - killed)
+                self.announced("sender.sending").go()
+            seconds = self.expect_failure("trainer 1", KILLED_WITHIN, but=["trainer 1"])
+            self.measured(f"{transport} {path}, trainer killed at {point}: all have ended after", seconds)
+            if needed and not taken_over:
+                self.expect_no_version()
+            self.shut()
+            self.assert_nothing_left()
+
+    def test_at_every_point(self):
+        for trainer, taken_over in self.LAYOUTS:
+            for point in RANK_POINTS[::2] if SANITIZED else RANK_POINTS:
+                self.kill_at(point, "shm", "packed", trainer, taken_over)
+
+    def test_between_two_syncs(self):
+        """The next sync fails naming it; a process started in its place is told that trainers do not come back."""
+        self.launch_small("shm", "auto", {})
+        self.expect_sync()
+        self.processes["trainer 1"].signal(signal.SIGKILL)
+        self.processes["trainer 1"].wait()
+        again = self.run_process("trainer 1", "trainer", "--rank", 1, "--syncs", self.syncs, "--on-consumer-loss", "continue")
+        self.assertEqual(again.wait(20 * SLOWNESS), 1)
+        self.assertIn("trainers do not rejoin", again.error())
+        self.next_sync()
+        self.expect_failure("trainer 1", KILLED_WITHIN, but=["trainer 1"])
+        self.expect_no_version()
+
+
+class StoppedTrainer(TrainerFault):
+    def stop(self, name, point, seconds):
+        """Stops the trainer at the point of the second sync and, after a while, lets it go on."""
+        self.next_sync()
+        process = self.processes[name]
+        at = self.announced(point, process)
+        process.signal(signal.SIGSTOP)
+        at.go()
+        self.pause(seconds)
+        return process
+
+    def test_shorter_than_dead_after(self):
+        """Slow is not dead: the sync that waited for it is exact."""
+        for name, point in (("trainer 1", "rank.published"), ("trainer 0", "sender.prepared")):
+            with self.subTest(name):
+                self.launch_small("shm", "packed", {name: f"announce@{point}/2:1"})
+                self.expect_sync()
+                self.stop(name, point, DEAD_AFTER * 0.6).signal(signal.SIGCONT)
+                self.check_sync(self.sync_line(), 2)
+                self.expect_sync()
+                self.end()
+
+    def test_longer_than_dead_after(self):
+        """It is lost for everybody; gone on it ends too, and says that it stood still."""
+        for name, point in (("trainer 1", "rank.published"), ("trainer 0", "sender.prepared")):
+            with self.subTest(name):
+                self.launch_small("shm", "packed", {name: f"announce@{point}/2:1"}, on_loss="fail")
+                self.expect_sync()
+                process = self.stop(name, point, 0)
+                seconds = self.expect_failure(name, SILENT_WITHIN, but=[name])
+                self.measured(f"shm packed, {name} stopped at {point}: all have ended after", seconds)
+                self.expect_no_version()
+                process.signal(signal.SIGCONT)
+                self.assertEqual(process.wait(20 * SLOWNESS), 1)
+                self.assertRegex(process.error(), "stood still for .*, longer than dead_after")
+                self.shut()
+                self.assert_nothing_left()
+
+
+if __name__ == "__main__":
+    unittest.main()
