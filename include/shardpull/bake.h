@@ -73,7 +73,16 @@ struct RecordedModule {
   friend bool operator==(const RecordedModule&, const RecordedModule&) = default;
 };
 
-// What to do with a live name that did not bake.
+// A name that feeds a module which did not bake.
+struct RecordedFallback {
+  std::uint32_t name = 0, module = 0;
+  friend bool operator==(const RecordedFallback&, const RecordedFallback&) = default;
+};
+
+// What to do with a live name that did not bake. kFallback: every sync pulls it whole, and the worker runs the
+// model's own loaders over it, on the thread that post-processes. It costs the worker memory of the tensor's
+// size and a second copy. Which modules are loaded so is known by the bake; a loader that writes into other
+// modules as well is ignored there.
 enum class UnbakedPolicy : std::uint8_t { kStrict, kFallback };
 // A parameter of another dtype than the chain.
 enum class ConversionPolicy : std::uint8_t { kAllow, kWiden, kRefuse };
@@ -96,6 +105,7 @@ struct Recording {
   std::vector<std::uint32_t> live;       // names whose copy fired, ascending
   std::vector<std::uint32_t> dead;       // names that never fired here, ascending
   std::vector<std::uint32_t> unbaked;    // live names that feed a module which did not bake (policy fallback)
+  std::vector<RecordedFallback> fallbacks = {};  // of those, ascending: each with every such module
   std::vector<std::string> conversions;  // "name F32 -> module.param BF16", one line each
   std::vector<std::string> unused_reasons;  // parallel to `dead`
   friend bool operator==(const Recording&, const Recording&) = default;
@@ -114,5 +124,10 @@ SHARDPULL_API Result<Recording> bake(Model& model, const std::vector<TensorMeta>
 // Loads `weights` (real tensors, the source's order) eagerly through the same loaders: padding and fills
 // first, then copies.
 SHARDPULL_API Status load_eagerly(Model& model, const std::vector<NamedTensor>& weights);
+
+// The same for some modules (indices into Model::modules()): what a loader writes into others is dropped, and
+// their padding is left alone.
+SHARDPULL_API Status load_modules(Model& model, const std::vector<std::uint32_t>& modules,
+                                  const std::vector<NamedTensor>& weights);
 
 }  // namespace shardpull

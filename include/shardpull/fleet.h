@@ -112,6 +112,7 @@ struct WorkerReport {
   std::uint64_t padding_bytes = 0;
   // Pulls that another trainer than the plan's served, because the plan's was lost or could not be reached.
   std::uint32_t rerouted_pulls = 0;
+  std::uint32_t fallback_names = 0;  // names that did not bake: pulled whole and loaded by the model's own loaders
   std::uint64_t commit_ns = 0;  // duration of its finish_update
   // By priority, each at most once. What is charged adds up to update_ns + commit_ns.
   std::vector<PhaseTime> phases = {};

@@ -28,6 +28,7 @@
 namespace shardpull {
 
 class BakeSession;  // src/model/bake.cc
+class LoadScope;    // src/model/bake.cc
 class Model;
 class Module;
 
@@ -256,16 +257,21 @@ class SHARDPULL_API Model {
 
  private:
   friend class BakeSession;
+  friend class LoadScope;
   friend class Module;
   friend class Parameter;
   friend class ParameterView;
   struct Storage;
+
+  // Whether loaders may write into the module now.
+  bool takes_writes(const Module& module) const { return loaded_ == nullptr || (*loaded_)[module.index()]; }
 
   std::vector<std::unique_ptr<Module>> modules_;
   std::map<std::string, Module*, std::less<>> by_name_;  // aliases too
   std::unique_ptr<Storage> storage_;
   std::vector<Parameter*> stamps_;  // the loaders that are running, innermost last
   Recorder* recorder_ = nullptr;    // set while baking
+  const std::vector<bool>* loaded_ = nullptr;  // by module: set while only some are loaded
 };
 
 }  // namespace shardpull

@@ -84,7 +84,7 @@ class SHARDPULL_API Worker {
 
   Status send_message(const std::string& to, const std::string& topic, const std::string& body);
 
-  // Most bytes the engine itself holds beyond the parameters (receive slots).
+  // Most bytes the engine itself holds beyond the parameters (receive slots, tensors that did not bake).
   std::uint64_t engine_bytes() const;
   // The plan, printed.
   std::string plan_summary() const;

@@ -91,6 +91,7 @@ struct Prepared {
   std::uint64_t bytes_kept = 0;  // by what this sync runs of its plan
   std::uint64_t padding_bytes = 0;
   std::uint32_t rerouted = 0;  // pulls that another trainer than the plan's served
+  std::uint32_t fallback_names = 0;  // loaded by the model's own loaders
 };
 // sender -> worker: commit.
 struct Finish {

@@ -473,6 +473,7 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
       if (problems.empty()) continue;
       const Module& module = *model.modules()[feed->second];
       unbaked.push_back(name + " -> " + module.name() + " (" + module.type() + ")");
+      recording.fallbacks.push_back({n, feed->second});
       failed = true;
     }
     if (!failed && copied[n] && !left[n]) {  // it feeds nothing in the end
@@ -610,21 +611,56 @@ Result<Recording> bake(Model& model, const std::vector<TensorMeta>& metadata, co
   return judge(model, *recorder, metadata, options);
 }
 
-Status load_eagerly(Model& model, const std::vector<NamedTensor>& weights) {
-  for (const auto& module : model.modules()) {
-    for (const auto& parameter : module->parameters()) {
-      for (const Region& region : parameter->padding()) {
-        std::vector<std::int64_t> shape, stride;
-        for (const Dim& dim : region.dims) {
-          shape.push_back(dim.size);
-          stride.push_back(dim.stride);
-        }
-        SHARDPULL_ASSIGN_OR_RETURN(const ParameterView view,
-                                   parameter->data().as_strided(region.offset, shape, stride));
-        SHARDPULL_RETURN_IF_ERROR(view.zero_());
+// Restricts what loaders write to some modules of a model.
+class LoadScope {
+ public:
+  LoadScope(Model& model, const std::vector<bool>* modules) : model_(model) { model_.loaded_ = modules; }
+  ~LoadScope() { model_.loaded_ = nullptr; }
+  LoadScope(const LoadScope&) = delete;
+  LoadScope& operator=(const LoadScope&) = delete;
+
+ private:
+  Model& model_;
+};
+
+namespace {
+
+Status zero_padding(Module& module) {
+  for (const auto& parameter : module.parameters()) {
+    for (const Region& region : parameter->padding()) {
+      std::vector<std::int64_t> shape, stride;
+      for (const Dim& dim : region.dims) {
+        shape.push_back(dim.size);
+        stride.push_back(dim.stride);
       }
+      SHARDPULL_ASSIGN_OR_RETURN(const ParameterView view,
+                                 parameter->data().as_strided(region.offset, shape, stride));
+      SHARDPULL_RETURN_IF_ERROR(view.zero_());
     }
   }
+  return {};
+}
+
+}  // namespace
+
+Status load_eagerly(Model& model, const std::vector<NamedTensor>& weights) {
+  for (const auto& module : model.modules()) SHARDPULL_RETURN_IF_ERROR(zero_padding(*module));
+  return model.load_weights(weights);
+}
+
+Status load_modules(Model& model, const std::vector<std::uint32_t>& modules,
+                    const std::vector<NamedTensor>& weights) {
+  std::vector<bool> loaded(model.modules().size(), false);
+  for (const std::uint32_t module : modules) {
+    if (module >= loaded.size()) {
+      return Status(StatusCode::kInvalidArgument,
+                    "module " + std::to_string(module) + " of " + std::to_string(loaded.size()),
+                    {.reason = Reason::kBadArgument});
+    }
+    loaded[module] = true;
+    SHARDPULL_RETURN_IF_ERROR(zero_padding(*model.modules()[module]));
+  }
+  const LoadScope scope(model, &loaded);
   return model.load_weights(weights);
 }
 

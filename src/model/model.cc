@@ -193,6 +193,7 @@ Status ParameterView::copy_(const Tensor& source) const {
                        " during a bake: only the fakes a bake hands out may be copied",
                    source.name());
   }
+  if (!model.takes_writes(parameter_->module())) return {};
   std::byte* const memory = parameter_->memory();
   if (memory == nullptr) {
     return refused(
@@ -207,6 +208,7 @@ Status ParameterView::zero_() const {
   SHARDPULL_RETURN_IF_ERROR(check_region());
   const Model& model = parameter_->module().model();
   if (model.recorder_ != nullptr) return model.recorder_->on_zero(*this);
+  if (!model.takes_writes(parameter_->module())) return {};
   std::byte* const memory = parameter_->memory();
   if (memory == nullptr) {
     return refused(

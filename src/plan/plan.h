@@ -286,9 +286,9 @@ struct PlanOptions {
 // chunk without keys.
 //
 // Refused: tables that do not validate, a consumer id out of range, a recording of other metadata, path
-// mapped where the transport or a producer's memory cannot (path direct packs what cannot); kUnimplemented:
-// names of policy fallback, and copies which pieces or max_chunk_bytes would cut in a way that no strided window describes. Invariant,
-// checked before it returns: every group is signalled exactly once to every one of its owners, every baked
+// mapped where the transport or a producer's memory cannot (path direct packs what cannot), names that did not
+// bake (plan/fallback.h has them as modules); kUnimplemented: copies which pieces or max_chunk_bytes would cut in a
+// way that no strided window describes. Invariant, checked before it returns: every group is signalled exactly once to every one of its owners, every baked
 // scatter's elements are in exactly one chunk.
 Result<WorkerPlan> plan_worker(const InitTables& tables, const Recording& recording, std::uint32_t consumer,
                                const PlanOptions& options = {});

@@ -120,9 +120,9 @@ Status check_recording(const InitTables& tables, const Recording& recording) {
   if (!recording.unbaked.empty()) {
     const std::uint32_t first = recording.unbaked.front();
     const std::string name = first < names ? tables.metadata[first].name : fmt::format("#{}", first);
-    return plan_unimplemented(
-        fmt::format("{} live name{} did not bake, the first is '{}': loading names through their own loaders "
-                    "(unbaked=fallback) is not planned yet",
+    return plan_error(
+        fmt::format("{} live name{} did not bake, the first is '{}': they are planned as modules of their own "
+                    "(with_fallbacks)",
                     recording.unbaked.size(), recording.unbaked.size() == 1 ? "" : "s", name),
         name);
   }

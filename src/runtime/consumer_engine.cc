@@ -124,9 +124,10 @@ ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Rec
                                std::shared_ptr<const InitTables> tables,
                                std::shared_ptr<const WorkerPlan> plan, FleetToken token,
                                Incarnation incarnation, std::int64_t stall_timeout_ns,
-                               std::int64_t loss_grace_ns, ConsumerHooks hooks)
+                               std::int64_t loss_grace_ns, ConsumerHooks hooks, Model* fallbacks)
     : progress_(progress),
       model_(model),
+      fallbacks_(fallbacks),
       recording_(recording),
       tables_(std::move(tables)),
       plan_(std::move(plan)),
@@ -153,7 +154,8 @@ void ConsumerEngine::stop() {
 
 Status ConsumerEngine::prepare() {
   for (const RecordedModule& recorded : recording_.modules) {
-    Module* module = model_.find_module(recorded.name);
+    const bool own = modules_.size() < model_.modules().size() || fallbacks_ == nullptr;
+    Module* module = (own ? &model_ : fallbacks_)->find_module(recorded.name);
     if (module == nullptr) {
       return Status(StatusCode::kInternal,
                     fmt::format("the model has no module '{}' any more", recorded.name));

@@ -42,10 +42,12 @@ struct ConsumerHooks {
 
 class ConsumerEngine {
  public:
+  // `recording` is the plan's: the modules of `model`, then those of `fallbacks` (runtime/fallback_model.h), if
+  // there are any.
   ConsumerEngine(ProgressThread& progress, Model& model, const Recording& recording,
                  std::shared_ptr<const InitTables> tables, std::shared_ptr<const WorkerPlan> plan,
                  FleetToken token, Incarnation incarnation, std::int64_t stall_timeout_ns,
-                 std::int64_t loss_grace_ns, ConsumerHooks hooks);
+                 std::int64_t loss_grace_ns, ConsumerHooks hooks, Model* fallbacks = nullptr);
   ~ConsumerEngine();  // stop() has been called, and the progress thread has stopped
 
   // Compiles every copy of the plan and allocates the receive ring. On the caller's thread.
@@ -203,6 +205,7 @@ class ConsumerEngine {
 
   ProgressThread& progress_;
   Model& model_;
+  Model* const fallbacks_;
   const Recording& recording_;
   const std::shared_ptr<const InitTables> tables_;
   const std::shared_ptr<const WorkerPlan> plan_;

@@ -316,7 +316,10 @@ Status BoxModel::load_weights(const std::vector<NamedTensor>& weights) {
     for (const ModuleSpec& given : spec_) {
       for (std::size_t f = 0; f < given.feeds.size(); ++f) {
         if (metadata_[given.feeds[f].name].name != weight.name) continue;
-        const Status status = find_module(given.name)->find("weight")->load(weight.tensor, std::to_string(f));
+        Parameter& parameter = *find_module(given.name)->find("weight");
+        const Status status = given.unattributed
+                                  ? parameter.loader()(parameter, weight.tensor, std::to_string(f))
+                                  : parameter.load(weight.tensor, std::to_string(f));
         if (!status.ok()) return status;
       }
     }

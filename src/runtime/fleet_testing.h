@@ -105,6 +105,7 @@ struct ModuleSpec {
   DType dtype = DType::kBF16;
   std::vector<std::int64_t> shape, stride;
   std::vector<Feed> feeds;
+  bool unattributed = false;  // its copies are made outside Parameter::load: it does not bake
 };
 using ModelSpec = std::vector<ModuleSpec>;
 

@@ -673,7 +673,8 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
   } else if (auto* message = std::get_if<Prepared>(&body); message && !from_trainer) {
     if (message->sync_id == report.sync_id) {
       report.workers.push_back({from.id, message->bytes_kept, message->bytes_moved, message->update_ns,
-                                message->copy_ns, message->padding_bytes, message->rerouted});
+                                message->copy_ns, message->padding_bytes, message->rerouted,
+                                message->fallback_names});
     }
     drive_sender([&](std::int64_t, SenderActions& out) {
       sync->prepared(now, from.id, message->sync_id, message->status.with_context(to_string(from)), out);

@@ -23,6 +23,7 @@
 #include "plan/plan.h"
 #include "plan/restrict.h"
 #include "runtime/consumer_engine.h"
+#include "runtime/fallback_model.h"
 #include "runtime/fleet_link.h"
 #include "runtime/hot_transport.h"
 #include "runtime/progress_thread.h"
@@ -117,6 +118,8 @@ struct Worker::Impl final : TransportSink {
 
   // ---- on the progress thread
   // -----------------------------------------------------------------------------------------
+  // Names that the plan pulls for the model's own loaders.
+  std::uint32_t fallback_names(const WorkerPlan& of) const;
   void on_control(const Member& from, ControlBody body);
   void on_lost(const Member& member, const Status& why);
   void on_tick();
@@ -146,6 +149,9 @@ struct Worker::Impl final : TransportSink {
   std::unique_ptr<ControlRelay> relay;
   std::unique_ptr<Control> control;
   std::shared_ptr<const Recording> recorded = std::make_shared<Recording>();
+  // `recorded` with what did not bake as modules of their own; the same when all did.
+  std::shared_ptr<const Recording> planned = recorded;
+  std::unique_ptr<FallbackModel> fallbacks;  // the memory of these modules; null when all baked
   std::shared_ptr<const InitTables> tables;
   std::shared_ptr<const WorkerPlan> plan;
   std::unique_ptr<ConsumerEngine> engine;  // confined to the progress thread once made
@@ -269,10 +275,18 @@ Status Worker::Impl::make_plan() {
   plan_options.chunk_split = options.chunk_split;
   plan_options.pull_split = options.pull_split;
   plan_options.path = policy_of(options.path);
+  planned = recorded;
+  if (!recorded->fallbacks.empty()) {
+    SHARDPULL_ASSIGN_OR_RETURN(Recording extended, with_fallbacks(*recorded, tables->metadata));
+    planned = std::make_shared<const Recording>(std::move(extended));
+  }
   SHARDPULL_ASSIGN_OR_RETURN(WorkerPlan made,
-                             plan_worker(*tables, *recorded, options.consumer, plan_options));
+                             plan_worker(*tables, *planned, options.consumer, plan_options));
   plan = std::make_shared<const WorkerPlan>(std::move(made));
   SHARDPULL_RETURN_IF_ERROR(model.materialise());
+  if (planned != recorded) {
+    SHARDPULL_ASSIGN_OR_RETURN(fallbacks, FallbackModel::make(model, *recorded, *planned));
+  }
 
   ConsumerHooks hooks;
   hooks.signal_by_control = [this](std::uint32_t producer, std::uint64_t sync_id,
@@ -291,6 +305,7 @@ Status Worker::Impl::make_plan() {
     message.bytes_kept = current_plan->bytes_kept;
     message.padding_bytes = padding_bytes(*current_plan);
     message.rerouted = engine->machine().rerouted();
+    message.fallback_names = fallback_names(*current_plan);
     send(kSender, std::move(message));
     if (status.ok()) fault_point("worker.prepared", sync_id);
     if (!status.ok()) deliver(sync_id, status);
@@ -305,10 +320,10 @@ Status Worker::Impl::make_plan() {
     send(kSender, SyncFailed{sync_id, status.with_context(fmt::format("worker {}", options.consumer))});
   };
   auto made_engine = std::make_unique<ConsumerEngine>(
-      *progress, model, *recorded, tables, plan, options.fleet.token, incarnation,
+      *progress, model, *planned, tables, plan, options.fleet.token, incarnation,
       static_cast<std::int64_t>(options.fleet.stall_timeout_ms) * kNanosPerMilli,
       static_cast<std::int64_t>(options.fleet.dead_after_ms) * kNanosPerMilli + kNanosPerSecond,
-      std::move(hooks));
+      std::move(hooks), fallbacks.get());
   SHARDPULL_RETURN_IF_ERROR(made_engine->prepare());
   progress->run([&] { engine = std::move(made_engine); });
   return {};
@@ -447,7 +462,7 @@ void Worker::Impl::start_update(const StartUpdate& message) {
   Status status;
   if (!message.names.empty()) {
     if (part == nullptr || part_names != message.names) {
-      auto made = restrict_plan(*plan, *recorded, *tables, message.names);
+      auto made = restrict_plan(*plan, *planned, *tables, message.names);
       status = made.status();
       if (made.ok()) {
         part = std::make_shared<const WorkerPlan>(std::move(*made));
@@ -470,12 +485,25 @@ void Worker::Impl::start_update(const StartUpdate& message) {
   fault_point("worker.started", message.sync_id);
 }
 
+std::uint32_t Worker::Impl::fallback_names(const WorkerPlan& of) const {
+  if (fallbacks == nullptr) return 0;
+  std::set<std::uint32_t> names;
+  for (const Chunk& chunk : of.chunks) {
+    for (const PlannedScatter& scatter : chunk.scatters) {
+      if (scatter.destination.parameter >= recorded->parameters.size())
+        names.insert(chunk.keys[scatter.key].name);
+    }
+  }
+  return static_cast<std::uint32_t>(names.size());
+}
+
 void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
   if (delivered || sync_id != current_sync) return;
   delivered = true;
   push_result(current_version, status,
               {options.consumer, current_plan->bytes_kept, engine->bytes_moved(), engine->update_ns(),
-               engine->copy_ns(), padding_bytes(*current_plan), engine->machine().rerouted()});
+               engine->copy_ns(), padding_bytes(*current_plan), engine->machine().rerouted(),
+               fallback_names(*current_plan)});
 }
 
 void Worker::Impl::push_result(std::uint64_t version, const Status& status, const WorkerReport& report) {
@@ -595,7 +623,12 @@ Result<std::uint64_t> Worker::module_version(const std::string& module) const {
     return Status(StatusCode::kNotFound, fmt::format("the model has no module '{}'", module),
                   {.reason = Reason::kBadArgument});
   }
-  const auto index = static_cast<std::size_t>(found - modules.begin());
+  auto index = static_cast<std::size_t>(found - modules.begin());
+  const std::vector<FallbackModule> fallbacks = fallback_modules(*impl_->recorded);
+  for (std::size_t f = 0; f < fallbacks.size(); ++f) {  // one that did not bake is loaded with its fallback module
+    const auto& loaded = fallbacks[f].modules;
+    if (std::binary_search(loaded.begin(), loaded.end(), index)) index = modules.size() + f;
+  }
   MutexLock lock(impl_->mutex);
   const ModuleState state = index < impl_->held_modules.size() ? impl_->held_modules[index] : ModuleState{};
   if (state.kind == ModuleState::Kind::kCurrent) return state.version;
@@ -622,11 +655,12 @@ Status Worker::send_message(const std::string& to, const std::string& topic, con
 }
 
 std::uint64_t Worker::engine_bytes() const {
-  return impl_->engine ? impl_->engine->landing_bytes() : 0;
+  return (impl_->engine ? impl_->engine->landing_bytes() : 0) +
+         (impl_->fallbacks ? impl_->fallbacks->parameter_bytes() : 0);
 }
 
 std::string Worker::plan_summary() const {
-  return summarise(*impl_->tables, *impl_->plan, *impl_->recorded);
+  return summarise(*impl_->tables, *impl_->plan, *impl_->planned);
 }
 
 void Worker::shutdown() {

@@ -128,6 +128,7 @@ struct Writer {
     w.set_bytes_kept(m.bytes_kept);
     w.set_padding_bytes(m.padding_bytes);
     w.set_rerouted(m.rerouted);
+    w.set_fallback_names(m.fallback_names);
   }
   void operator()(const Finish& m) const { out.mutable_finish()->set_sync_id(m.sync_id); }
   void operator()(const Finished& m) const {
@@ -323,7 +324,8 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
                                   .copy_ns = w.copy_ns(),
                                   .bytes_kept = w.bytes_kept(),
                                   .padding_bytes = w.padding_bytes(),
-                                  .rerouted = w.rerouted()});
+                                  .rerouted = w.rerouted(),
+                                  .fallback_names = w.fallback_names()});
     }
     case R::kFinish:
       return ControlBody(Finish{.sync_id = routed.finish().sync_id()});
