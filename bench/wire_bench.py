@@ -30,6 +30,10 @@ CASES = [
     ("direct, 2 streams", "direct", "tp=1", 1, 2, "wire"),
     ("auto, strided and not, 2 workers, no sums", "auto", "tp=2", 2, 1, "off"),
     ("auto, strided and not, 2 workers", "auto", "tp=2", 2, 1, "wire"),
+    ("packed, 1 stream, no sums", "packed", "tp=1", 1, 1, "off"),
+    ("packed, 1 stream", "packed", "tp=1", 1, 1, "wire"),
+    ("packed, 2 streams, no sums", "packed", "tp=1", 1, 2, "off"),
+    ("packed, 2 streams", "packed", "tp=1", 1, 2, "wire"),
     ("packed, strided, 2 workers, no sums", "packed", "tp=2", 2, 1, "off"),
     ("packed, strided, 2 workers", "packed", "tp=2", 2, 1, "wire"),
 ]

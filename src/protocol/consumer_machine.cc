@@ -3,6 +3,7 @@
 //   packed:   waiting --issue--> asked --Ready--> ready --[generation]--> transferring --> landed
 //             landed --[module order]--> scattering --> done
 //   mapped:   waiting --issue--> asked --Ready--> ready --[module order]--> copying --> done
+//   packed, scattered on arrival: as mapped
 //   no keys:  waiting --[module order]--> copying --> done
 //
 // Issue: in plan order; the chunk K keyed chunks later is issued only after this one has landed (drain before
@@ -16,10 +17,10 @@
 // fills it.
 //
 // Signals: a group is signalled to all its owners when every chunk of it has been read: packed chunks when
-// they have landed, the others when their copy has ended.
+// they have landed in their slot, the others when their copy has ended.
 //
-// Takeover: a run whose producer is away (lost, or its connection broke) and that has not been read is asked for
-// again from the next candidate, in that one's recovery lane, where seqs are counted as pulls are sent:
+// Takeover: a run whose producer is away (lost, or its connection broke) and that has not been read is asked
+// for again from the next candidate, in that one's recovery lane, where seqs are counted as pulls are sent:
 // reroute. A transfer or copy that failed with UNAVAILABLE waits, stranded, for word of who is away:
 // resolve_stranded.
 //
@@ -254,6 +255,10 @@ struct ConsumerMachine::State {
   bool in_flight() const { return transfers + scatters + posts != 0; }
   bool working() const { return state == WorkerState::kUpdating && asked && error.ok(); }
 
+  bool takes_slot(const Chunk& chunk) const {
+    return chunk.path == Path::kPacked && !config.scattered_on_arrival.contains(chunk.chunk_id);
+  }
+
   // ---- issuing ----------------------------------------------------------------------------------
 
   void issue(ConsumerActions& out) {
@@ -269,7 +274,7 @@ struct ConsumerMachine::State {
                           depth = static_cast<std::uint32_t>(slots.size());
       if (ordinal >= depth && !chunks[course->keyed[ordinal - depth]].read) return;
       progress.state = ChunkState::kIssued;
-      if (chunk.path == Path::kPacked) {
+      if (takes_slot(chunk)) {
         progress.slot = static_cast<std::uint32_t>(slot_cursor++ % slots.size());
         progress.generation = ++slots[progress.slot].queued;
         slots[progress.slot].user = next;
@@ -483,7 +488,7 @@ struct ConsumerMachine::State {
       progress.state = ChunkState::kScattering;
       ++scatters;
       for (const std::uint32_t module : plan().chunks[c].materialise) touch(module);
-      if (plan().chunks[c].path == Path::kPacked && !plan().chunks[c].runs.empty()) {
+      if (progress.slot != kNone) {
         StartScatter scatter{id_of(c), progress.slot, producers_of(c), {}};
         for (const RunProgress& run : progress.runs)  // they lie in the order of the chunk's keys
           scatter.sums.insert(scatter.sums.end(), run.ready.sums.begin(), run.ready.sums.end());
@@ -730,7 +735,7 @@ void ConsumerMachine::ready(std::int64_t now_ns, std::uint32_t producer, const P
   run->ready = std::move(ready);
   s.last_progress_ns = now_ns;
   ChunkProgress& progress = s.chunks[c];
-  if (chunk.path == Path::kPacked) {
+  if (s.takes_slot(chunk)) {
     s.start_transfers(c, out);
   } else if (progress.all_runs(RunState::kReady)) {
     s.startable.insert(c);

@@ -39,6 +39,9 @@ struct ConsumerConfig {
   std::shared_ptr<const WorkerPlan> plan;
   std::uint32_t num_modules = 0;  // Recording::modules.size()
   std::set<Path> summed;          // plan/integrity.h: whose Ready brings one sum per key
+  // Packed chunks (Chunk::chunk_id) that are scattered while they arrive: they take no receive slot, and are
+  // started by StartCopy as mapped ones are.
+  std::set<std::uint32_t> scattered_on_arrival;
   // Bounds what no producer's watchdog sees: a transfer, copy or scatter under way, and signals not confirmed
   // after the last chunk. A pull that waits for its group is covered by the producer's own watchdog, however
   // long others keep it waiting.
@@ -78,10 +81,10 @@ struct StartScatter {
   std::vector<std::uint32_t> producers;  // by run: whom it came from
   std::vector<std::uint64_t> sums;  // one per key of the chunk where it is summed, else empty
 };
-// Mapped: materialise, fill and copy straight from the producers' memory. `ready` has one entry per run of
-// the chunk, an empty one for a run without keys. Answer with scatter_done(): the producers' memory is no
-// longer read then. Also used, with no runs, for chunks without keys. ReadyInfo::sums as StartScatter's, of
-// the run's keys.
+// Mapped: materialise, fill and copy straight from the producers' memory. Direct, and packed where it is
+// scattered on arrival: read from there. `ready` has one entry per run of the chunk, an empty one for a run
+// without keys. Answer with scatter_done(): the producers' memory is no longer read then. Also used, with no
+// runs, for chunks without keys. ReadyInfo::sums as StartScatter's, of the run's keys.
 //
 // One that fails with UNAVAILABLE may be asked for once more, from other producers.
 struct StartCopy {

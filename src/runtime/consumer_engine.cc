@@ -134,9 +134,12 @@ ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Rec
       token_(token),
       incarnation_(incarnation),
       hooks_(std::move(hooks)),
+      on_arrival_(progress.transport().can_read_to() ? scattered_on_arrival(*plan_)
+                                                     : std::set<std::uint32_t>()),
       machine_(ConsumerConfig{.plan = plan_,
                               .num_modules = static_cast<std::uint32_t>(recording.modules.size()),
                               .summed = summed_paths(*tables_),
+                              .scattered_on_arrival = on_arrival_,
                               .stall_timeout_ns = stall_timeout_ns,
                               .loss_grace_ns = loss_grace_ns}),
       copies_(1),
@@ -174,7 +177,10 @@ Status ConsumerEngine::prepare() {
   SHARDPULL_ASSIGN_OR_RETURN(whole_, prepare_plan(plan_));
   running_ = whole_;
 
-  const std::uint64_t ring_bytes = plan_->receive_slot_bytes * plan_->ring_depth;
+  const bool takes_slots = std::any_of(plan_->chunks.begin(), plan_->chunks.end(), [&](const Chunk& chunk) {
+    return chunk.path == Path::kPacked && !on_arrival_.contains(chunk.chunk_id);
+  });
+  const std::uint64_t ring_bytes = takes_slots ? plan_->receive_slot_bytes * plan_->ring_depth : 0;
   if (ring_bytes != 0) {
     SHARDPULL_ASSIGN_OR_RETURN(
         receive_ring_,
@@ -533,6 +539,16 @@ void ConsumerEngine::perform(const consumer_action::SendPull& action) {
   });
 }
 
+Status ConsumerEngine::check_offer(const ReadyInfo& ready, std::uint32_t producer, const Run& run,
+                                   std::uint32_t chunk_id) const {
+  if (ready.entries.size() == 1 && ready.entries[0].where.bytes == run.bytes) return {};
+  return Status(
+      StatusCode::kDataLoss,
+      fmt::format("trainer {} offers {} bytes for chunk {}, the plan says {}", producer,
+                  ready.entries.empty() ? 0 : ready.entries[0].where.bytes, chunk_id, run.bytes),
+      {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .peer = fmt::format("trainer {}", producer)});
+}
+
 void ConsumerEngine::perform(const consumer_action::AnnounceRecovery& action) {
   const std::uint32_t producer = action.producer;
   const Status status =
@@ -550,16 +566,7 @@ void ConsumerEngine::perform(const consumer_action::StartTransfer& action) {
   const Run& run = chunk_of(action.chunk)->runs[action.run];
   const ReadToken token = next_token_++;
   transfers_[token] = {machine_.sync_id(), action.chunk, action.run, progress_.clock().now_ns()};
-  Status wrong;
-  if (action.ready.entries.size() != 1 || action.ready.entries[0].where.bytes != run.bytes) {
-    wrong = Status(StatusCode::kDataLoss,
-                   fmt::format("trainer {} offers {} bytes for chunk {}, the plan says {}", action.producer,
-                               action.ready.entries.empty() ? 0 : action.ready.entries[0].where.bytes,
-                               action.chunk, run.bytes),
-                   {.reason = Reason::kCorrupt,
-                    .fault = Fault::kPeer,
-                    .peer = fmt::format("trainer {}", action.producer)});
-  }
+  Status wrong = check_offer(action.ready, action.producer, run, action.chunk);
   const EndpointId endpoint = endpoint_of(action.producer);
   if (wrong.ok() && endpoint == 0) wrong = producer_gone(action.producer);
   if (!wrong.ok()) {
@@ -678,6 +685,7 @@ Result<const CopyProgram*> ConsumerEngine::program_for(PreparedCopy& copy, const
 
 void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
   const Chunk& chunk = *chunk_of(action.chunk);
+  if (chunk.path == Path::kPacked && !chunk.runs.empty()) return read_packed(action, sums_by_key(action));
   auto sources = published_sources(action, chunk);
   if (!sources.ok()) {
     progress_.post([this, sync_id = machine_.sync_id(), chunk_id = action.chunk, why = sources.status()] {
@@ -805,9 +813,15 @@ void ConsumerEngine::read_direct(std::uint32_t chunk_id,
 
 void ConsumerEngine::start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run,
                                  std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums) {
-  auto reads = std::make_shared<DirectReads>(DirectReads{machine_.sync_id(), chunk_id, by_run.size(), {},
-                                                         progress_.clock().now_ns(), std::move(producers),
-                                                         std::move(sums), running_});
+  auto reads = std::make_shared<DirectReads>(DirectReads{machine_.sync_id(),
+                                                         chunk_id,
+                                                         by_run.size(),
+                                                         {},
+                                                         progress_.clock().now_ns(),
+                                                         std::move(producers),
+                                                         std::move(sums),
+                                                         running_,
+                                                         {}});
   for (std::size_t r = 0; r < by_run.size(); ++r) {
     const ReadToken token = next_token_++;
     direct_reads_[token] = reads;
@@ -823,22 +837,104 @@ void ConsumerEngine::start_reads(std::uint32_t chunk_id, std::vector<std::vector
   fault_point("worker.transferring", machine_.sync_id());
 }
 
-void ConsumerEngine::check_direct(const std::shared_ptr<DirectReads>& reads) {
-  copies_.post([this, reads] {
-    const PreparedChunk& prepared = reads->plan->chunks[reads->chunk];
-    Status status;
-    for (std::size_t c = 0; c < prepared.copies.size() && status.ok(); ++c) {
-      const PreparedCopy& copy = prepared.copies[c];
-      const Destination& landed = prepared.chunk->scatters[c].destination;
-      Hasher hasher;
-      for_each_run(landed, [&](std::int64_t offset, std::int64_t bytes) {
-        hasher.update({parameters_[copy.parameter]->memory() + offset, static_cast<std::size_t>(bytes)});
-      });
-      status = compare_sums(*tables_, prepared.chunk->keys[copy.key], reads->producers[copy.run],
-                            hasher.checksum(), reads->sums[copy.key]);
+void ConsumerEngine::read_packed(const consumer_action::StartCopy& action, std::vector<std::uint64_t> sums) {
+  const std::uint32_t chunk_id = action.chunk;
+  const Chunk& chunk = *chunk_of(chunk_id);
+  std::vector<RemoteRef> slots(action.ready.size());
+  Status wrong;
+  for (std::size_t r = 0; r < slots.size() && wrong.ok(); ++r) {
+    if (chunk.runs[r].key_count == 0) continue;
+    wrong = check_offer(action.ready[r], action.producers[r], chunk.runs[r], chunk_id);
+    if (wrong.ok()) slots[r] = action.ready[r].entries[0].where;
+  }
+  if (!wrong.ok()) {
+    progress_.post(
+        [this, sync_id = machine_.sync_id(), chunk_id, wrong] { scatter_done(sync_id, chunk_id, wrong); });
+    return;
+  }
+  if (running_->chunks[chunk_id].fills.empty())
+    return start_arrivals(chunk_id, slots, action.producers, std::move(sums));
+  // What the module's fills zero, its keys overwrite.
+  copies_.post([this, chunk_id, plan = running_, slots = std::move(slots), producers = action.producers,
+                sums = std::move(sums)]() mutable {
+    run_fills(plan->chunks[chunk_id]);
+    progress_.post([this, chunk_id, slots = std::move(slots), producers = std::move(producers),
+                    sums = std::move(sums)]() mutable {
+      start_arrivals(chunk_id, slots, std::move(producers), std::move(sums));
+    });
+  });
+}
+
+void ConsumerEngine::start_arrivals(std::uint32_t chunk_id, const std::vector<RemoteRef>& slots,
+                                    std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums) {
+  const PreparedChunk& prepared = running_->chunks[chunk_id];
+  const Chunk& chunk = *prepared.chunk;
+  auto reads = std::make_shared<DirectReads>(DirectReads{machine_.sync_id(),
+                                                         chunk_id,
+                                                         slots.size(),
+                                                         {},
+                                                         progress_.clock().now_ns(),
+                                                         std::move(producers),
+                                                         std::move(sums),
+                                                         running_,
+                                                         {}});
+  std::vector<Arrival::Key> keys;
+  for (const ChunkKey& key : chunk.keys) keys.push_back({key.offset, key.bytes, {}});
+  for (const PreparedCopy& copy : prepared.copies)
+    keys[copy.key].copies.push_back({&copy.program, parameters_[copy.parameter]->memory()});
+  for (std::size_t r = 0; r < slots.size(); ++r) {
+    const Run& run = chunk.runs[r];
+    std::vector<Arrival::Key> its(keys.begin() + run.first_key, keys.begin() + run.first_key + run.key_count);
+    for (Arrival::Key& key : its) key.offset -= run.offset;
+    reads->arrivals.push_back(std::make_shared<Arrival>(std::move(its), !reads->sums.empty(), running_));
+  }
+  for (std::size_t r = 0; r < slots.size(); ++r) {
+    const ReadToken token = next_token_++;
+    direct_reads_[token] = reads;
+    const std::uint32_t producer = reads->producers[r];
+    const EndpointId endpoint = endpoint_of(producer);
+    if (endpoint == 0 || chunk.runs[r].key_count == 0) {
+      const Status status = endpoint != 0 ? Status() : producer_gone(producer);
+      progress_.post([this, token, status] { on_read_done(token, status); });
+      continue;
     }
+    progress_.transport().read_to(endpoint, slots[r], reads->arrivals[r], token);
+  }
+  fault_point("worker.transferring", machine_.sync_id());
+}
+
+void ConsumerEngine::check_direct(const std::shared_ptr<DirectReads>& reads) {
+  const auto& runs = reads->plan->chunks[reads->chunk].chunk->runs;
+  bool summed = !reads->arrivals.empty();
+  for (std::size_t r = 0; r < reads->arrivals.size(); ++r) {
+    for (std::size_t key = 0; key < runs[r].key_count; ++key)
+      summed = summed && reads->arrivals[r]->sum(key).has_value();
+  }
+  if (summed) return scatter_done(reads->sync_id, reads->chunk, check_landed(*reads));
+  copies_.post([this, reads] {
+    const Status status = check_landed(*reads);
     progress_.post([this, reads, status] { scatter_done(reads->sync_id, reads->chunk, status); });
   });
+}
+
+Status ConsumerEngine::check_landed(const DirectReads& reads) const {
+  const PreparedChunk& prepared = reads.plan->chunks[reads.chunk];
+  for (std::size_t c = 0; c < prepared.copies.size(); ++c) {
+    const PreparedCopy& copy = prepared.copies[c];
+    const Run& run = prepared.chunk->runs[copy.run];
+    std::optional<std::uint64_t> sum;
+    if (!reads.arrivals.empty()) sum = reads.arrivals[copy.run]->sum(copy.key - run.first_key);
+    if (!sum) {
+      Hasher hasher;
+      for_each_run(prepared.chunk->scatters[c].destination, [&](std::int64_t offset, std::int64_t bytes) {
+        hasher.update({parameters_[copy.parameter]->memory() + offset, static_cast<std::size_t>(bytes)});
+      });
+      sum = hasher.checksum();
+    }
+    SHARDPULL_RETURN_IF_ERROR(compare_sums(*tables_, prepared.chunk->keys[copy.key],
+                                           reads.producers[copy.run], *sum, reads.sums[copy.key]));
+  }
+  return {};
 }
 
 void ConsumerEngine::perform(const consumer_action::StartPost& action) {

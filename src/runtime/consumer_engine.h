@@ -17,6 +17,7 @@
 #include "base/identity.h"
 #include "plan/plan.h"
 #include "protocol/consumer_machine.h"
+#include "runtime/arrival.h"
 #include "runtime/landing_memory.h"
 #include "runtime/progress_thread.h"
 #include "shardpull/bake.h"
@@ -129,7 +130,7 @@ class ConsumerEngine {
     std::shared_ptr<const WorkerPlan> plan;
     std::vector<PreparedChunk> chunks;  // by Chunk::chunk_id
   };
-  // The reads of a direct chunk, one per run.
+  // The reads of a direct chunk, or of a packed one that is scattered on arrival, one per run.
   struct DirectReads {
     std::uint64_t sync_id = 0;
     std::uint32_t chunk = 0;
@@ -139,6 +140,7 @@ class ConsumerEngine {
     std::vector<std::uint32_t> producers;  // by run
     std::vector<std::uint64_t> sums;       // by key, or empty
     std::shared_ptr<PreparedPlan> plan;
+    std::vector<std::shared_ptr<Arrival>> arrivals;  // by run; none for a direct chunk
   };
   struct Transfer {
     std::uint64_t sync_id = 0;
@@ -170,8 +172,10 @@ class ConsumerEngine {
                   std::int64_t& held) const;
   void read_direct(std::uint32_t chunk_id, const std::vector<std::vector<PublishedSource>>& sources,
                    std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums);
-  // Compares the sums of what has landed, on the copy thread, before the chunk counts as done.
+  // Compares the sums of what has landed before the chunk counts as done, on the copy thread where it was not
+  // summed as it came.
   void check_direct(const std::shared_ptr<DirectReads>& reads);
+  Status check_landed(const DirectReads& reads) const;
   // `producers`: by run, whom the bytes came from.
   Status check_key(const Chunk& chunk, const PreparedCopy& copy, const std::byte* bytes,
                    const std::vector<std::uint32_t>& producers, const std::vector<std::uint64_t>& sums) const;
@@ -180,6 +184,13 @@ class ConsumerEngine {
                       std::vector<std::vector<ReadPart>>& by_run) const;
   void start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run,
                    std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums);
+  // Scatters a packed chunk while it arrives. `slots`: by run, the producer's.
+  void read_packed(const consumer_action::StartCopy& action, std::vector<std::uint64_t> sums);
+  void start_arrivals(std::uint32_t chunk_id, const std::vector<RemoteRef>& slots,
+                      std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums);
+  // Whether a producer offers the slot that the plan says.
+  Status check_offer(const ReadyInfo& ready, std::uint32_t producer, const Run& run,
+                     std::uint32_t chunk_id) const;
   void scatter_done(std::uint64_t sync_id, std::uint32_t chunk_id, const Status& status);
   void perform(ConsumerActions& actions);
   void perform(const consumer_action::SendPull& action);
@@ -212,6 +223,7 @@ class ConsumerEngine {
   const FleetToken token_;
   const Incarnation incarnation_;
   const ConsumerHooks hooks_;
+  const std::set<std::uint32_t> on_arrival_;  // packed chunks that take no receive slot
   ConsumerMachine machine_;
   std::vector<Parameter*> parameters_;  // by Recording::parameters index
   std::vector<Module*> modules_;        // by Recording::modules index

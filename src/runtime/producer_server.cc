@@ -24,15 +24,6 @@ bool is_contiguous(const PublishedView& view) {
   return view.location.stride.empty();
 }
 
-// Whether a key is summed where it lies. One in another order, or in short runs, costs less to gather first.
-bool sums_in_place(const CopyProgram& program) {
-  constexpr std::int64_t kShortRun = 256;  // bytes: a step of the sum costs about what it takes to sum these
-  return reads_in_order(program) &&
-         std::all_of(program.nests.begin(), program.nests.end(), [](const CopyNest& nest) {
-           return nest.loops.empty() || nest.run_elements >= kShortRun;
-         });
-}
-
 }  // namespace
 
 ProducerServer::ProducerServer(ProgressThread& progress, std::uint32_t rank, FleetToken token,
@@ -401,8 +392,12 @@ void ProducerServer::perform(producer_action::Pack& action) {
     std::vector<std::uint64_t> sums;
     for (std::size_t i = 0; i < pull->keys.size(); ++i) {
       std::byte* const packed = slot + pull->keys[i].offset;
-      run((*source.programs)[i], source.data[i], packed);
-      if (summed) sums.push_back(checksum64({packed, pull->keys[i].bytes}));
+      const CopyProgram& program = (*source.programs)[i];
+      if (summed) {
+        sums.push_back(run_and_sum(program, source.data[i], packed));
+      } else {
+        run(program, source.data[i], packed);
+      }
     }
     pack_done(ticket, Status(), std::move(sums));
   });

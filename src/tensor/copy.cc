@@ -89,6 +89,57 @@ std::int64_t unit_bytes(DType dtype) {
   return dtype_bits(dtype) / 8;
 }
 
+// Source bytes from the first to past the last one of loops [d, end) of a nest of bytes.
+std::int64_t source_extent(const CopyNest& nest, std::size_t d) {
+  std::int64_t extent = nest.run_elements;
+  for (; d < nest.loops.size(); ++d) extent += (nest.loops[d].size - 1) * nest.loops[d].src_stride;
+  return extent;
+}
+
+// What run_part() does with loops [d, end) of a nest of bytes, whose first source byte is the program's byte
+// `at` and goes to `to`. `window` is the source from the program's byte `from` up to `end`.
+struct PartOfNest {
+  const CopyNest& nest;
+  std::int64_t from, end;
+  const std::byte* window;
+  bool streaming;
+  CopyNest whole = {};  // whole iterations, copied at once
+
+  void copy(std::size_t d, std::int64_t at, std::byte* to) {
+    if (d == nest.loops.size()) {
+      const std::int64_t first = std::max(from, at), last = std::min(end, at + nest.run_elements);
+      if (first >= last) return;
+      whole.loops.clear();
+      whole.run_elements = last - first;
+      copy_nest(whole, window + (first - from), to + (first - at), streaming);
+      return;
+    }
+    const CopyLoop& loop = nest.loops[d];
+    const std::int64_t inner = source_extent(nest, d + 1), stride = loop.src_stride;
+    if (stride == 0) {  // repeats what it reads
+      for (std::int64_t i = 0; i < loop.size; ++i) copy(d + 1, at, to + i * loop.dst_stride);
+      return;
+    }
+    // Iterations [begin, past) touch the window, [inside, outside) lie in it.
+    const std::int64_t begin = std::clamp<std::int64_t>((from - at - inner) / stride, 0, loop.size);
+    const std::int64_t past = end <= at ? 0 : std::min(loop.size, (end - at - 1) / stride + 1);
+    const std::int64_t inside = from <= at ? 0 : (from - at + stride - 1) / stride;
+    const std::int64_t outside = end - at < inner ? 0 : std::min(loop.size, (end - at - inner) / stride + 1);
+    for (std::int64_t i = begin; i < past; ++i) {
+      std::byte* const there = to + i * loop.dst_stride;
+      if (i != inside || inside >= outside) {
+        copy(d + 1, at + i * loop.src_stride, there);
+        continue;
+      }
+      whole.loops.assign(nest.loops.begin() + static_cast<std::ptrdiff_t>(d), nest.loops.end());
+      whole.loops.front().size = outside - inside;
+      whole.run_elements = nest.run_elements;
+      copy_nest(whole, window + (at + i * loop.src_stride - from), there, streaming);
+      i = outside - 1;
+    }
+  }
+};
+
 }  // namespace
 
 SourceLayout SourceLayout::contiguous(DType dtype, std::int64_t numel) {
@@ -196,6 +247,16 @@ void run(const CopyProgram& program, const std::byte* src, std::byte* dst) {
   const bool streaming = program.bytes >= kStreamingProgramBytes;
   for (const CopyNest& nest : program.nests)
     copy_nest(nest, src + nest.src_offset, dst + nest.dst_offset, streaming);
+  if (streaming) end_streaming();
+}
+
+void run_part(const CopyProgram& program, std::int64_t from, std::int64_t bytes, const std::byte* src,
+              std::byte* dst, bool streaming) {
+  for (const CopyNest& nest : program.nests) {
+    if (from >= nest.src_offset + source_extent(nest, 0) || from + bytes <= nest.src_offset) continue;
+    PartOfNest part{nest, from, from + bytes, src, streaming};
+    part.copy(0, nest.src_offset, dst + nest.dst_offset);
+  }
   if (streaming) end_streaming();
 }
 

@@ -74,6 +74,13 @@ Result<CopyProgram> compile_copy(const Slice& src, const SourceLayout& layout, D
 // may have any alignment and must not overlap. Never fails, never allocates.
 void run(const CopyProgram& program, const std::byte* src, std::byte* dst);
 
+// Runs the part of a program without conversion whose source bytes are [from, from + bytes): `src` is the
+// address of the first of them. Parts that together cover the source, in any order, do what run() does. Fast
+// where the program reads its source in order, as scatters of packed bytes do. With `streaming`, long runs
+// bypass the caches: for a destination that nobody reads soon.
+void run_part(const CopyProgram& program, std::int64_t from, std::int64_t bytes, const std::byte* src,
+              std::byte* dst, bool streaming);
+
 // Cuts a program into at most `max_parts` programs of similar size that together do the same, for as many threads. Nothing
 // smaller than `min_bytes` is cut off.
 std::vector<CopyProgram> split(const CopyProgram& program, std::size_t max_parts, std::uint64_t min_bytes);

@@ -47,6 +47,35 @@ TEST(CopySum, in_place_and_packed_sums_are_equal_where_reads_are_in_order) {
   }
 }
 
+// Goal: a gather that sums as it goes packs the same bytes and has their sum: rows, runs and shuffled ones,
+// beyond one step and of odd sizes.
+TEST(CopySum, summed_gathers_pack_the_same) {
+  const std::int64_t rows = 331, columns = 4099;
+  std::vector<std::byte> source(static_cast<std::size_t>(rows * columns) * 4);
+  for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i * 167 + (i >> 8) * 59);
+  const std::vector<Slice> slices = {
+      Slice::whole(rows * columns),
+      Slice::whole(1),
+      slice_of(3, {{rows - 1, columns}, {2047, 1}}),
+      slice_of(5, {{rows, columns}, {63, 1}}),
+      slice_of(5, {{7, 40 * columns}, {11, 3 * columns}, {1001, 1}}),
+      slice_of(0, {{columns, 1}, {rows, columns}}),
+      Slice{{{17, {{100'003, 1}}}, {400'000, {{50, columns}, {900, 1}}}}},
+  };
+  for (std::size_t i = 0; i < slices.size(); ++i) {
+    const std::int64_t numel = slices[i].numel();
+    const auto program = compile_copy(slices[i], SourceLayout::contiguous(DType::kF32, rows * columns),
+                                      DType::kF32, contiguous_region(numel), DType::kF32);
+    ASSERT_TRUE(program.ok()) << i << ": " << program.status().to_string();
+    std::vector<std::byte> packed(static_cast<std::size_t>(numel) * 4 + 1), expected = packed;
+    run(*program, source.data(), expected.data());
+    EXPECT_EQ(run_and_sum(*program, source.data(), packed.data()),
+              checksum64({expected.data(), static_cast<std::size_t>(numel) * 4}))
+        << i;
+    EXPECT_EQ(packed, expected) << i;
+  }
+}
+
 TEST(CopySum, every_byte_that_is_read_counts_and_no_other) {
   std::vector<std::byte> source(5 * 9 * 2);
   const SourceLayout layout{DType::kBF16, {5, 7}, {9, 1}};

@@ -175,6 +175,23 @@ RC_GTEST_PROP(Copy, MovesExactlyTheElements, ()) {
   RC_ASSERT(std::equal(parts.data(), parts.data() + program->dst_end, expected.data()));
   RC_ASSERT(parts.guards_intact());
   RC_ASSERT(bytes == program->bytes);
+
+  // In parts of the source, each in memory of its own, in any order.
+  Sizes cuts = *rc::gen::container<Sizes>(rc::gen::inRange<std::int64_t>(0, program->src_end + 1));
+  cuts.push_back(0);
+  cuts.push_back(program->src_end);
+  std::sort(cuts.begin(), cuts.end());
+  std::vector<std::size_t> order(cuts.size() - 1);
+  std::iota(order.begin(), order.end(), 0);
+  std::rotate(order.begin(), order.begin() + *rc::gen::inRange<std::ptrdiff_t>(0, std::ssize(order)),
+              order.end());
+  Buffer arrived(program->dst_end);
+  for (const std::size_t i : order) {
+    const Bytes part(source.data() + cuts[i], source.data() + cuts[i + 1]);
+    run_part(*program, cuts[i], std::ssize(part), part.data(), arrived.data(), i % 2 == 0);
+  }
+  RC_ASSERT(std::equal(arrived.data(), arrived.data() + program->dst_end, expected.data()));
+  RC_ASSERT(arrived.guards_intact());
 }
 
 // Goal: all shapes of rows, at all alignments and lengths around the kernels' sizes.
@@ -236,6 +253,29 @@ TEST(Copy, LargeProgramsStreamTheSameBytes) {
                           static_cast<std::size_t>(kept)),
               0);
   EXPECT_TRUE(target.guards_intact());
+}
+
+// Goal: parts of odd sizes of a scatter into columns, with whole and cut rows, land as the whole does.
+TEST(Copy, PartsOfAScatterLandWhereTheWholeDoes) {
+  const std::int64_t blocks = 5, rows = 37, kept = 1021, columns = 1500, packed = blocks * rows * kept;
+  Buffer source(packed);
+  for (std::int64_t i = 0; i < packed; ++i) source.data()[i] = source_byte(i);
+  const auto program =
+      compile_copy(Slice::whole(packed), SourceLayout::contiguous(DType::kU8, packed), DType::kU8,
+                   {7, {{blocks, (rows + 2) * columns}, {rows, columns}, {kept, 1}}}, DType::kU8);
+  ASSERT_TRUE(program.ok());
+  Buffer whole(program->dst_end);
+  run(*program, source.data(), whole.data());
+  for (const std::int64_t step :
+       {std::int64_t{1}, std::int64_t{64}, kept, kept * 3 + 1, rows * kept, packed / 2 + 1, packed}) {
+    Buffer parts(program->dst_end);
+    for (std::int64_t from = (packed - 1) / step * step; from >= 0; from -= step) {
+      const std::int64_t bytes = std::min(step, packed - from);
+      run_part(*program, from, bytes, source.data() + from, parts.data(), step > kept);
+    }
+    EXPECT_TRUE(std::equal(parts.data(), parts.data() + program->dst_end, whole.data())) << step;
+    EXPECT_TRUE(parts.guards_intact()) << step;
+  }
 }
 
 // Goal: programs are as short as the shapes allow.

@@ -1,5 +1,6 @@
 #include "transport/transport.h"
 
+#include <cstdlib>
 #include <utility>
 
 #include <fmt/format.h>
@@ -31,6 +32,10 @@ void Transport::read_parts(EndpointId endpoint, std::vector<ReadPart> parts, Rea
     part_reads_.emplace(part_token, whole);
     read(endpoint, part.remote, part.local, part_token);
   }
+}
+
+void Transport::read_to(EndpointId, const RemoteRef&, std::shared_ptr<ReadTarget>, ReadToken) {
+  std::abort();  // the caller did not ask can_read_to()
 }
 
 void Transport::report_read(TransportSink& sink, ReadToken token, const Status& status) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -27,6 +28,16 @@ using ReadToken = std::uint64_t;   // the caller's, below 2^63
 struct ReadPart {
   RemoteRef remote;
   std::byte* local = nullptr;
+};
+
+// Takes the bytes of a read as they arrive, instead of memory.
+class ReadTarget {
+ public:
+  virtual ~ReadTarget() = default;
+  // Bytes [offset, offset + bytes.size()) of the read; they are gone when it returns. Each byte of a read
+  // comes once before its on_read_done(OK); in any order, from threads of the transport, from several of them
+  // at once.
+  virtual void take(std::uint64_t offset, std::span<const std::byte> bytes) = 0;
 };
 
 // What progress() reports. Called on the progress thread, from within progress() only.
@@ -106,6 +117,13 @@ class Transport {
   // follow one another on both sides as one. After an error the destinations are undefined. Done by read()
   // unless a backend knows better.
   virtual void read_parts(EndpointId endpoint, std::vector<ReadPart> parts, ReadToken token);
+  // Whether read_to() is implemented: what arrives passes through memory of the transport, from where a
+  // target takes it with one copy less than out of a slot.
+  virtual bool can_read_to() const { return false; }
+  // As read(), with a target in place of memory; it is kept until on_read_done(token). Only where
+  // can_read_to().
+  virtual void read_to(EndpointId endpoint, const RemoteRef& remote, std::shared_ptr<ReadTarget> target,
+                       ReadToken token);
   // The first byte of a window of the peer's memory, readable in place while the endpoint (or the returned
   // owner) lives.
   struct Mapping {

@@ -12,12 +12,15 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "tensor/copy_kernels.h"
 
 namespace shardpull {
 namespace {
 
 constexpr int kRoundsBeforeTasks = 16;  // of UCX's progress
 constexpr int kWaitMs = 1000;
+// A read of more than a fragment lands in memory that no cache holds, and where it is not read soon.
+constexpr std::size_t kStreamedBytes = 256u << 10;
 
 Status host_error(std::string message) {
   return Status(StatusCode::kFailedPrecondition, std::move(message),
@@ -106,7 +109,16 @@ ucs_status_t take_ucx_data(UcxReads& reads, std::uint64_t key, const UcxFrame& f
   std::optional<UcxReads::Part> part = reads.place(key, frame, length, /*copied=*/!rendezvous);
   if (!part) return UCS_OK;  // of a rendezvous UCX tells the sender
   if (!rendezvous) {
-    std::memcpy(part->local, data, length);
+    const auto* const bytes = static_cast<const std::byte*>(data);
+    if (part->target != nullptr) {
+      part->target->take(part->place, {bytes, length});
+      part->target.reset();  // before the end of the read may be told
+    } else if (length >= kStreamedBytes) {
+      stream_copy(part->local, bytes, length);
+      end_streaming();
+    } else {
+      std::memcpy(part->local, bytes, length);
+    }
     reads.landed(*part, {});
     return UCS_OK;
   }

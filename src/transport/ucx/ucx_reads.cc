@@ -43,6 +43,8 @@ std::optional<UcxReads::Part> UcxReads::next_part(std::uint64_t number, std::uin
             .bytes = std::min(max_bytes, entry.read.bytes - entry.asked),
             .offset = entry.read.offset + entry.asked,
             .local = entry.read.local + entry.asked,
+            .target = nullptr,
+            .place = entry.asked,
             .copied = false,
             .region = entry.read.region};
   entry.asked += part.bytes;
@@ -78,12 +80,22 @@ std::optional<UcxReads::Part> UcxReads::place(std::uint64_t key, const UcxFrame&
                {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .peer = name}));
     return std::nullopt;
   }
+  if (entry.read.target != nullptr && !copied) {
+    failures_.emplace_back(
+        endpoint,
+        Status(StatusCode::kDataLoss,
+               fmt::format("{} sent a part of a read by rendezvous, which is not for this transport", name),
+               {.reason = Reason::kCorrupt, .fault = Fault::kPeer, .peer = name}));
+    return std::nullopt;
+  }
   entry.asked += length;
   ++(copied ? entry.copies : entry.operations);
   return Part{.read = frame.read,
               .bytes = length,
               .offset = entry.read.offset + frame.offset,
-              .local = entry.read.local + frame.offset,
+              .local = entry.read.target == nullptr ? entry.read.local + frame.offset : nullptr,
+              .target = entry.read.target,
+              .place = frame.offset,
               .copied = copied,
               .region = nullptr};
 }

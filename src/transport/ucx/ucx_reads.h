@@ -29,6 +29,7 @@ class UcxReads {
     std::uint64_t offset = 0;  // in the region
     std::uint64_t bytes = 0;
     std::byte* local = nullptr;
+    std::shared_ptr<ReadTarget> target;  // instead of `local`
     std::shared_ptr<const UcxRemoteRegion> region;
   };
   // A read that is over.
@@ -44,6 +45,8 @@ class UcxReads {
     std::uint64_t bytes = 0;
     std::uint64_t offset = 0;  // in the region
     std::byte* local = nullptr;
+    std::shared_ptr<ReadTarget> target;  // instead of `local`, with the place within the read
+    std::uint64_t place = 0;
     bool copied = false;  // by this process, not by UCX
     std::shared_ptr<const UcxRemoteRegion> region;
   };

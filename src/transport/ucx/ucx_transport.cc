@@ -141,6 +141,9 @@ class UcxTransport final : public Transport {
   Status grant(EndpointId endpoint, const std::shared_ptr<ExportedMemory>& memory) override;
   void close(EndpointId endpoint) override;
   void read(EndpointId endpoint, const RemoteRef& remote, std::byte* local, ReadToken token) override;
+  bool can_read_to() const override { return tcp_ && options_.reads != UcxOptions::Reads::kGets; }
+  void read_to(EndpointId endpoint, const RemoteRef& remote, std::shared_ptr<ReadTarget> target,
+               ReadToken token) override;
   Result<Mapping> map(EndpointId endpoint, const RemoteRef& remote) override;
   void add_mapped_bytes(std::uint64_t bytes) override {
     payload_bytes_read_.fetch_add(bytes, std::memory_order_relaxed);
@@ -190,6 +193,8 @@ class UcxTransport final : public Transport {
   Status take_read(UcxEndpoint& endpoint, const UcxFrame& frame);
   Status take_refused(UcxEndpoint& endpoint, const UcxFrame& frame, const std::vector<std::byte>& data);
 
+  void read(EndpointId endpoint, const RemoteRef& remote, std::byte* local,
+            std::shared_ptr<ReadTarget> target, ReadToken token);
   void pump_all();
   void pump_serves(UcxEndpoint& endpoint);
   void pump_gets(UcxEndpoint& endpoint);
@@ -663,6 +668,16 @@ void UcxTransport::settle(EndpointId endpoint, ReadToken token, std::uint64_t by
 }
 
 void UcxTransport::read(EndpointId id, const RemoteRef& remote, std::byte* local, ReadToken token) {
+  read(id, remote, local, nullptr, token);
+}
+
+void UcxTransport::read_to(EndpointId id, const RemoteRef& remote, std::shared_ptr<ReadTarget> target,
+                           ReadToken token) {
+  read(id, remote, nullptr, std::move(target), token);
+}
+
+void UcxTransport::read(EndpointId id, const RemoteRef& remote, std::byte* local,
+                        std::shared_ptr<ReadTarget> target, ReadToken token) {
   UcxEndpoint* const endpoint = find_open(id);
   if (endpoint == nullptr) return settle(0, token, 0, gone(id));
   ++endpoint->reads;
@@ -674,6 +689,7 @@ void UcxTransport::read(EndpointId id, const RemoteRef& remote, std::byte* local
                                            .offset = remote.offset,
                                            .bytes = remote.bytes,
                                            .local = local,
+                                           .target = std::move(target),
                                            .region = std::move(region).value()});
   if (fetched) {
     endpoint->fetching.push_back(number);

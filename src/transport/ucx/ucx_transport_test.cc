@@ -605,6 +605,69 @@ TEST_F(UcxTransportTest, WaitsForTransfersOutOfAdoptedMemory) {
   EXPECT_EQ(a.count(Event::kClosed) + b.count(Event::kClosed), 0u);
 }
 
+// Goal: a read to a target brings every byte once, over one or several streams, and is checked as others are.
+TEST_F(UcxTransportTest, ReadsToTargets) {
+  class Target final : public ReadTarget {
+   public:
+    explicit Target(std::uint64_t bytes) : bytes_(bytes), times_(bytes) {}
+    void take(std::uint64_t offset, std::span<const std::byte> bytes) override {
+      std::copy(bytes.begin(), bytes.end(), bytes_.begin() + static_cast<std::ptrdiff_t>(offset));
+      for (std::size_t i = 0; i < bytes.size(); ++i) ++times_[offset + i];
+    }
+    bool has(std::uint64_t from) const {
+      for (std::uint64_t i = 0; i < bytes_.size(); ++i) {
+        if (bytes_[i] != coded_byte(from + i) || times_[i] != 1) return false;
+      }
+      return true;
+    }
+
+   private:
+    std::vector<std::byte> bytes_;
+    std::vector<std::uint8_t> times_;
+  };
+  constexpr std::uint64_t kBytes = 5'000'011;
+  for (const std::uint32_t workers : {1u, 3u}) {
+    UcxOptions options = options_of("trainer-0", 1);
+    options.transports = "tcp";
+    options.workers = workers;
+    Side a(make_ucx_transport(options));
+    options.self_name = "worker-0";
+    Side b(make_ucx_transport(options));
+    ASSERT_TRUE(b.transport->can_read_to());
+    const EndpointId b_to_a = introduce(b, *a.transport->listen());
+    ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+    const EndpointId a_to_b = a.last(Event::kAccepted).endpoint;
+    const auto memory = *a.transport->allocate(kBytes, "a slot");
+    for (std::uint64_t i = 0; i < kBytes; ++i) memory->ref().address[i] = coded_byte(i);
+    ASSERT_TRUE(a.transport->grant(a_to_b, memory).ok());
+    ASSERT_TRUE(a.transport->send(a_to_b, pull(1), nullptr, 0).ok());
+    ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kMessage) == 1; }));
+    const auto read = [&](std::uint64_t offset, std::uint64_t bytes, std::shared_ptr<ReadTarget> target) {
+      const std::size_t before = b.count(Event::kRead);
+      b.transport->read_to(b_to_a, {memory->ref().region, memory->ref().generation, offset, bytes},
+                           std::move(target), 1);
+      EXPECT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kRead) == before + 1; }));
+      return b.last(Event::kRead).status;
+    };
+    for (const std::uint64_t bytes :
+         {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{4096}, kBytes - 777}) {
+      const auto target = std::make_shared<Target>(bytes);
+      ASSERT_TRUE(read(777, bytes, target).ok());
+      EXPECT_TRUE(target->has(777)) << bytes;
+      EXPECT_EQ(target.use_count(), 1) << "nothing of the transport holds it after the end";
+    }
+    EXPECT_EQ(read(kBytes - 1, 2, std::make_shared<Target>(2)).code(), StatusCode::kOutOfRange);
+    a.transport->close(a_to_b);  // with a read under way
+    const auto target = std::make_shared<Target>(kBytes);
+    const std::size_t before = b.count(Event::kRead);
+    b.transport->read_to(b_to_a, {memory->ref().region, memory->ref().generation, 0, kBytes}, target, 2);
+    EXPECT_TRUE(
+        pump({&a, &b}, [&] { return b.count(Event::kRead) == before + 1 && b.count(Event::kClosed) == 1; }));
+    EXPECT_FALSE(b.last(Event::kRead).status.ok());
+    EXPECT_EQ(target.use_count(), 1);
+  }
+}
+
 // Goal: reads are fetched where the options say so, and checked the same.
 TEST_F(UcxTransportTest, FetchesWhereItShould) {
   UcxOptions options = options_of("trainer-0", 1);
