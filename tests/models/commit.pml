@@ -15,19 +15,19 @@
 // mirrors src/protocol/commit_machine.cc: update_done finish sender_lost asked answered unreachable decide
 // mirrors src/protocol/commit_machine.cc: next_round commit abort end dead alive waiting parked round
 // mirrors src/protocol/commit_machine.cc: kNone kUpdating kPrepared kDeciding kCommitted kAborted
-// mirrors src/protocol/commit_machine.h: kUndecided kCommitted kAborted
+// mirrors src/protocol/commit_machine.h: answer_within_ns kUndecided kCommitted kAborted
 
 #ifndef M
 #define M 2
-#endif
-#ifndef ROUNDS
-#define ROUNDS (M - 1)  // as many as there are mates
 #endif
 #ifndef CRASHES
 #define CRASHES 1  // how many workers may crash
 #endif
 #ifndef SUSPICIONS
 #define SUSPICIONS 1  // how many workers may lose a sender that lives
+#endif
+#ifndef SILENCES
+#define SILENCES 0  // how often a mate that lives may be silent for longer than answer_within_ns
 #endif
 #ifndef HOOK_FAILS
 #define HOOK_FAILS 0  // whether a hook that outlasts prepared may fail
@@ -61,6 +61,11 @@
 #define FAILS(c) (w[c].stage == updating || w[c].stage == prepared || w[c].stage == committed)
 #else
 #define FAILS(c) (w[c].stage == updating || w[c].stage == prepared)
+#endif
+#ifdef BUG_ONE_ROUND
+#define ROUNDS 1
+#else
+#define ROUNDS (M - 1)  // as many as there are mates
 #endif
 #ifdef BUG_FAIL_WHILE_DECIDING
 #define HEEDS_FAILURE_WHILE_DECIDING true
@@ -103,7 +108,7 @@ typedef Worker {
   bool ended;
 };
 Worker w[M];
-byte crashes, suspicions;
+byte crashes, suspicions, silences;
 
 #define BIT(n) (1 << (n))
 #define EVERYBODY (BIT(M) - 1)
@@ -396,7 +401,9 @@ inline unreachable(c, m) {
 
 #define ASKED(c, m) (c != m && w[m].question[c] != 0 && !w[m].dead)
 #define ANSWERED(c, m) (w[c].answer[m] != 0)
-#define UNREACHABLE(c, m) (w[c].stage == deciding && (w[c].alive & BIT(m)) && w[m].dead)
+#define UNREACHABLE(c, m) \
+  (w[c].stage == deciding && (w[c].alive & BIT(m)) && \
+   (w[m].dead || ((w[c].waiting & BIT(m)) && silences < SILENCES)))
 #define DECIDED(m) (w[m].dead || w[m].stage == committed || w[m].stage == aborted)
 #define OTHERS_OVER(c) (DECIDED(0) && DECIDED(1) && (M < 3 || DECIDED(M - 1)))
 #define TIDY k = 0; m = 0; n = 0; what = 0
@@ -463,7 +470,14 @@ proctype Consumer(byte c) {
        :: UNREACHABLE(c, 1) -> m = 1
        :: M > 2 && UNREACHABLE(c, M - 1) -> m = M - 1
        fi;
-       d_step { unreachable(c, m); TIDY }
+       d_step {
+         if
+         :: !w[m].dead -> silences++;
+         :: else
+         fi;
+         unreachable(c, m);
+         TIDY;
+       }
      }
   // It crashes.
   :: atomic {

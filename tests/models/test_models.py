@@ -63,6 +63,7 @@ PLANTED = [
     ("commit", "BUG_ASKED_IS_NOT_FENCED", {}, ENDS, ASSERTION),
     ("commit", "BUG_FAIL_WHILE_COMMITTED", {}, ENDS, ASSERTION),
     ("commit", "BUG_FAIL_WHILE_DECIDING", {}, ENDS, ASSERTION),
+    ("commit", "BUG_ONE_ROUND", {"M": 3, "FROM_PREPARED": 1, "SUSPICIONS": 0}, ENDS, ASSERTION),
     ("takeover", "BUG_RECOVERY_RING_OF_K", {}, ENDS, ASSERTION),
     ("takeover", "BUG_REROUTE_IN_REGULAR_LANE", {}, ENDS, ASSERTION),
     ("takeover", "BUG_STRANDED_FOR_GOOD", {}, ENDS, STUCK),
@@ -73,6 +74,7 @@ PLANTED = [
 GAPS = [
     ("barrier", {"SYNCS": 1, "UP_ANY_TIME": 1}, FAIR, ENDLESS),
     ("commit", {"HOOK_FAILS": 1}, ENDS, ASSERTION),
+    ("commit", {"SILENCES": 1}, ENDS, ASSERTION),
     ("takeover", {"C": 2, "P": 2, "CHUNKS": 3, "UNREACHABLE": 1}, ENDS, STUCK),
 ]
 
