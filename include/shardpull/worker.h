@@ -34,6 +34,13 @@ enum class PathChoice : std::uint8_t {
 };
 SHARDPULL_API std::string_view to_string(PathChoice path);  // "auto", "packed", "mapped", "direct"
 
+// Where a sync lands. kInplace: in the parameters, which are between versions from its begin to its commit,
+// and after a failed sync until a later one commits. kStaged: beside them, in memory of the size of what the
+// worker is sent, taken once as it connects; the commit copies it over, so that the old version stays, bit
+// for bit, until then and when a sync fails.
+enum class Apply : std::uint8_t { kInplace, kStaged };
+SHARDPULL_API std::string_view to_string(Apply apply);  // "inplace", "staged"
+
 struct WorkerOptions {
   FleetOptions fleet;
   std::uint32_t consumer = 0;                   // 0..C-1 over the whole fleet
@@ -42,6 +49,7 @@ struct WorkerOptions {
   std::uint32_t chunk_split = 1;                // >= 1: byte-balanced pieces a group's chunk is cut into
   std::uint32_t pull_split = 1;                 // >= 1: producers one chunk is pulled from at once
   PathChoice path = PathChoice::kAuto;
+  Apply apply = Apply::kInplace;
   BakeOptions bake = {};
   // A bake made before (read_recording, shardpull/recording.h): the model's loaders are not run. Its modules
   // and parameters must be the model's. Null: bake.
@@ -76,9 +84,10 @@ class SHARDPULL_API Worker {
   // the last commit. NOT_FOUND for an unknown module; FAILED_PRECONDITION when it is mixed or unset.
   Result<std::uint64_t> module_version(const std::string& module) const;
   // A sequence lock over the parameters, for readers on other threads that must not see a half-applied
-  // version: odd from the first byte a sync may write until its commit, and after a failed sync until a later
-  // one commits. Read it before and after (acquire); what was read in between is one version when both are
-  // the same even number.
+  // version. It is odd while they are between versions: in place, from the begin of a sync to its commit, and
+  // after a failed one until a later one commits; staged, while a commit copies and runs hooks, and after one
+  // that failed in that. Load it (acquire), read, std::atomic_thread_fence(acquire), load it again: what was
+  // read is one version when both are the same even number.
   const std::atomic<std::uint64_t>& version_guard() const;
   const Recording& recording() const;
 

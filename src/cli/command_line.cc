@@ -144,6 +144,7 @@ constexpr std::array<std::pair<const char*, PathChoice>, 4> kPaths = {{{"auto", 
                                                                        {"packed", PathChoice::kPacked},
                                                                        {"mapped", PathChoice::kMapped},
                                                                        {"direct", PathChoice::kDirect}}};
+constexpr std::array<std::pair<const char*, Apply>, 2> kApplies = {{{"inplace", Apply::kInplace}, {"staged", Apply::kStaged}}};
 constexpr std::array<std::pair<const char*, TransportKind>, 5> kTransports = {{{"auto", TransportKind::kAuto},
                                                                                {"shm", TransportKind::kShm},
                                                                                {"cma", TransportKind::kCma},
@@ -253,6 +254,10 @@ void add_fleet(CLI::App& app, FleetArguments& fleet) {
       ->group(group);
   add_choice(app, "--path", fleet.path, kPaths,
              "How bytes travel; auto = mapped with shm, else direct where that is worth it and packed")
+      ->group(group);
+  add_choice(app, "--apply", fleet.apply, kApplies,
+             "Where workers let a sync land: in the parameters, or beside them, in as much memory again, so that "
+             "the old version stays until the commit and when a sync fails")
       ->group(group);
   add_choice(app, "--transport", fleet.transport, kTransports,
              "What carries them: shm and cma on one host, tcp and ucx between hosts; auto = shm, or tcp with "
@@ -506,6 +511,8 @@ std::vector<std::string> to_flags(const FleetArguments& fleet) {
                                     fmt::format("{}", fleet.pull_split),
                                     "--path",
                                     std::string(to_string(fleet.path)),
+                                    "--apply",
+                                    std::string(to_string(fleet.apply)),
                                     "--transport",
                                     std::string(to_string(fleet.transport)),
                                     "--ucx-workers",

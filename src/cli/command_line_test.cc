@@ -51,6 +51,7 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   fleet.max_chunk_bytes = (3ull << 20) + 1;
   fleet.export_pack_limit_bytes = 0;
   fleet.path = PathChoice::kDirect;
+  fleet.apply = Apply::kStaged;
   fleet.transport = TransportKind::kTcp;
   fleet.ucx_workers = 3;
   fleet.integrity = Integrity::kFull;
@@ -74,6 +75,7 @@ TEST(CommandLine, FleetFlagsSurviveTheWayToAnotherProcess) {
   EXPECT_EQ(read.fleet.max_chunk_bytes, fleet.max_chunk_bytes);
   EXPECT_EQ(read.fleet.export_pack_limit_bytes, 0u);
   EXPECT_EQ(read.fleet.path, PathChoice::kDirect);
+  EXPECT_EQ(read.fleet.apply, Apply::kStaged);
   EXPECT_EQ(read.fleet.transport, TransportKind::kTcp);
   EXPECT_EQ(read.fleet.ucx_workers, 3u);
   EXPECT_EQ(read.fleet.integrity, Integrity::kFull);
@@ -235,6 +237,7 @@ TEST(CommandLine, RefusalsNameTheFlagAndTheAcceptedForm) {
   EXPECT_THAT(with("--max-chunk-bytes", "64M").text, HasSubstr("such as 64MiB"));
   EXPECT_THAT(with("--stall-timeout", "1us").text, HasSubstr("below 1ms"));
   EXPECT_THAT(with("--path", "x").text, HasSubstr("auto|packed|mapped|direct"));
+  EXPECT_THAT(with("--apply", "x").text, HasSubstr("inplace|staged"));
   EXPECT_THAT(with("--transport", "rdma").text, HasSubstr("auto|shm|cma|tcp|ucx"));
   EXPECT_THAT(with("--syncz", "3").text, HasSubstr("did you mean --syncs?"));
   EXPECT_THAT(notice({"sync"}).text, HasSubstr("exactly one of --model DIR and --shape"));

@@ -36,6 +36,7 @@ struct FleetArguments {
   std::uint64_t export_pack_limit_bytes = 64ull << 20;
   std::uint32_t chunk_split = 1, pull_split = 1;
   PathChoice path = PathChoice::kAuto;
+  Apply apply = Apply::kInplace;
   // kAuto until the command line is read: then tcp with a rendezvous, else shm.
   TransportKind transport = TransportKind::kAuto;
   std::uint32_t ucx_workers = 1;

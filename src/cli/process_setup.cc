@@ -135,15 +135,15 @@ Status check_descriptors(const FleetArguments& fleet, std::uint32_t ranks, std::
                 {.reason = Reason::kLimit, .fault = Fault::kHost});
 }
 
-Status check_threads() {
-  constexpr std::size_t kThreads = 24;  // ours, gRPC's and UCX's
+Status check_threads(unsigned more) {
+  const std::size_t count = 24 + more;  // ours, gRPC's and UCX's
   std::promise<void> go;
   const std::shared_future<void> gate(go.get_future());
   std::vector<std::thread> threads;
-  threads.reserve(kThreads);
+  threads.reserve(count);
   std::string why;
   try {
-    while (threads.size() < kThreads) threads.emplace_back([gate] { gate.wait(); });
+    while (threads.size() < count) threads.emplace_back([gate] { gate.wait(); });
   } catch (const std::system_error& error) {
     why = error.what();
   }
@@ -154,7 +154,7 @@ Status check_threads() {
                 fmt::format("a process of a fleet has about {} threads, and this one may start {} ({}): raise the "
                             "limit of processes (`ulimit -u`, a container's pids limit) or of address space "
                             "(`ulimit -v`)",
-                            kThreads, threads.size(), why),
+                            count, threads.size(), why),
                 {.reason = Reason::kLimit, .fault = Fault::kHost});
 }
 

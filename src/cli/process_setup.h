@@ -28,9 +28,9 @@ std::string describe_layouts(const FleetArguments& fleet);
 // many it takes and how to allow them.
 Status check_descriptors(const FleetArguments& fleet, std::uint32_t ranks, std::uint32_t workers, bool launcher);
 
-// Whether this process may start as many threads as a process of a fleet has: libraries end a process that may
-// not. The error says how many it may, and which limits there are.
-Status check_threads();
+// Whether this process may start as many threads as a process of a fleet has, and `more`: libraries end a process
+// that may not. The error says how many it may, and which limits there are.
+Status check_threads(unsigned more = 0);
 
 // Prepares this process to be `name` ("worker 1"): log lines carry it, a peer that goes does not end it with
 // SIGPIPE, freed large blocks go back to the system at once.

@@ -352,6 +352,7 @@ int run_sync(const SyncArguments& arguments) {
   report.trainer = to_string(arguments.fleet.trainer);
   report.inference = to_string(arguments.fleet.inference);
   report.path = to_string(arguments.fleet.path);
+  report.apply = to_string(arguments.fleet.apply);
   report.transport = to_string(arguments.fleet.transport);
   report.integrity = to_string(arguments.fleet.integrity);
   report.names = arguments.fleet.names;

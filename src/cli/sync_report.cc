@@ -269,8 +269,8 @@ std::string to_text(const RunReport& report) {
   text += fmt::format("model      {}: {} tensors, {}\n", report.model, report.tensors,
                       format_bytes(report.model_bytes));
   text += fmt::format("fleet      trainer {}, inference {}\n", report.trainer, report.inference);
-  text += fmt::format("transfer   path {}, transport {}, integrity {}\n", report.path, report.transport,
-                      report.integrity);
+  text += fmt::format("transfer   path {}, transport {}, integrity {}, apply {}\n", report.path,
+                      report.transport, report.integrity, report.apply);
   for (const std::string& note : report.notes) text += fmt::format("note       {}\n", note);
   if (!report.syncs.empty()) {
     text += "\n";
@@ -334,6 +334,7 @@ std::string to_json_text(const RunReport& report) {
                      {"publish", report.publish},
                      {"names", report.names},
                      {"path", report.path},
+                     {"apply", report.apply},
                      {"transport", report.transport},
                      {"integrity", report.integrity},
                      {"ring_depth", report.ring_depth},

@@ -93,7 +93,7 @@ struct RunReport {
   std::string model;
   std::uint64_t model_bytes = 0;
   std::uint64_t tensors = 0;
-  std::string trainer, inference, path, transport, integrity;
+  std::string trainer, inference, path, apply, transport, integrity;
   std::string publish;             // "gather" or "resident"
   std::vector<std::string> names;  // patterns that the syncs after the first are restricted to
   std::uint32_t ring_depth = 0, lookahead = 0, chunk_split = 1, pull_split = 1;

@@ -29,7 +29,8 @@ class WorkerRun {
 
   Status run() {
     if (!arguments_.dump.empty()) SHARDPULL_RETURN_IF_ERROR(prepare_dump(arguments_.dump));
-    SHARDPULL_RETURN_IF_ERROR(check_threads());
+    // Staged, as many more as copy a commit.
+    SHARDPULL_RETURN_IF_ERROR(check_threads(arguments_.fleet.apply == Apply::kStaged ? 8 : 0));
     SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
     // How many ranks there are only the sender knows, where a layout file says it.
     const TrainerSide& trainers = arguments_.fleet.trainer;
@@ -52,6 +53,7 @@ class WorkerRun {
                                                 .chunk_split = arguments_.fleet.chunk_split,
                                                 .pull_split = arguments_.fleet.pull_split,
                                                 .path = arguments_.fleet.path,
+                                                .apply = arguments_.fleet.apply,
                                                 .bake = {},
                                                 .recording = recording_},
                                                *model));

@@ -9,6 +9,7 @@ struct NameOf {
   std::string_view operator()(const InitRequest&) const { return "InitRequest"; }
   std::string_view operator()(const InitPayload&) const { return "InitPayload"; }
   std::string_view operator()(const InitDone&) const { return "InitDone"; }
+  std::string_view operator()(const MateListens&) const { return "MateListens"; }
   std::string_view operator()(const Reserve&) const { return "Reserve"; }
   std::string_view operator()(const ReserveReply&) const { return "ReserveReply"; }
   std::string_view operator()(const SyncOpen&) const { return "SyncOpen"; }

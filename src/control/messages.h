@@ -38,6 +38,10 @@ struct InitPayload {
   Status status;
   std::vector<std::byte> tables;
 };
+// worker -> a mate (another worker of its replica) that has come up: where it listens for mates.
+struct MateListens {
+  std::string address;  // hot channel
+};
 // worker -> sender: baked, planned and registered, or why not.
 struct InitDone {
   Status status;
@@ -155,7 +159,7 @@ struct UserMessage {
 using ControlBody = std::variant<TrainerJoin, TrainerTable, InitRequest, InitPayload, InitDone, Reserve,
                                  ReserveReply, SyncOpen, StartUpdate, UpdateStarted, Update, Prepared, Finish,
                                  Finished, FreeGroups, FreeAck, RankEnded, SyncClosed, SyncFailed, Shutdown,
-                                 UserMessage, SyncBegan, TimelineReport>;
+                                 UserMessage, SyncBegan, TimelineReport, MateListens>;
 std::string_view name_of(const ControlBody& body);  // "Reserve"
 
 }  // namespace shardpull

@@ -27,6 +27,9 @@
 // Plans: a sync runs the whole plan or a restricted one. What a plan fixes beyond its own words is a Course,
 // built once for each; inside, chunks are counted by their place in it, outside by Chunk::chunk_id.
 //
+// Staged: modules are touched by the commit, not by landing. finish_update --StartCommit--> copying
+// --commit_done--> the hooks of all chunks --> current.
+//
 // Errors: the first one is kept and stops everything new; settle() reports it once nothing is in flight,
 // after telling the producers which of their groups are not read any more.
 #include "protocol/consumer_machine.h"
@@ -251,8 +254,9 @@ struct ConsumerMachine::State {
   std::vector<Slot> slots;
   std::uint64_t slot_cursor = 0;
   std::uint32_t transfers = 0, scatters = 0, posts = 0;  // in flight
+  bool copying = false;                                   // a commit's copies
 
-  bool in_flight() const { return transfers + scatters + posts != 0; }
+  bool in_flight() const { return transfers + scatters + posts != 0 || copying; }
   bool working() const { return state == WorkerState::kUpdating && asked && error.ok(); }
 
   bool takes_slot(const Chunk& chunk) const {
@@ -487,7 +491,9 @@ struct ConsumerMachine::State {
       ChunkProgress& progress = chunks[c];
       progress.state = ChunkState::kScattering;
       ++scatters;
-      for (const std::uint32_t module : plan().chunks[c].materialise) touch(module);
+      if (!config.staged) {
+        for (const std::uint32_t module : plan().chunks[c].materialise) touch(module);
+      }
       if (progress.slot != kNone) {
         StartScatter scatter{id_of(c), progress.slot, producers_of(c), {}};
         for (const RunProgress& run : progress.runs)  // they lie in the order of the chunk's keys
@@ -539,7 +545,7 @@ struct ConsumerMachine::State {
   }
 
   void settle(ConsumerActions& out) {
-    if (state == WorkerState::kCommitting && posts == 0) {
+    if (state == WorkerState::kCommitting && posts == 0 && !copying) {
       if (!error.ok()) {
         end_failed(out);
         out.push_back(FinishDone{sync_id, error});
@@ -813,7 +819,7 @@ void ConsumerMachine::scatter_done(std::int64_t now_ns, std::uint64_t sync_id, s
   if (s.working()) {
     ++s.done_count;
     if (!progress.read) s.end_reading(chunk);
-    if (!s.plan().chunks[chunk].post_process.empty()) s.posts_due.insert(chunk);
+    if (!s.plan().chunks[chunk].post_process.empty() && !s.config.staged) s.posts_due.insert(chunk);
     // The slot's next use, if it was handed out: a slot has at most two, as the one after next waits for the
     // next to land.
     if (progress.slot != kNone && s.slots[progress.slot].user != chunk)
@@ -840,6 +846,25 @@ void ConsumerMachine::post_done(std::int64_t now_ns, std::uint64_t sync_id, std:
     s.modules[module].kind = ModuleState::Kind::kPrepared;
   }
   s.advance(out);
+}
+
+void ConsumerMachine::commit_done(std::int64_t now_ns, std::uint64_t sync_id, const Status& status,
+                                  ConsumerActions& out) {
+  State& s = *state_;
+  if (sync_id != s.sync_id || !s.copying) {
+    ++s.drops.unknown;
+    return;
+  }
+  s.copying = false;
+  s.last_progress_ns = now_ns;
+  if (!status.ok()) {
+    return s.set_error(status.with_context(worker_name(s.plan().consumer) + ": the commit"), true, out);
+  }
+  for (std::uint32_t c = 0; c < s.chunks.size(); ++c) {
+    if (!s.plan().chunks[c].post_process.empty()) s.posts_due.insert(c);
+  }
+  s.start_posts(out);
+  s.settle(out);
 }
 
 void ConsumerMachine::signals_acked(std::int64_t now_ns, std::uint32_t producer, std::uint64_t sync_id,
@@ -869,6 +894,11 @@ Status ConsumerMachine::finish_update(std::int64_t now_ns, std::uint64_t sync_id
                                    worker_name(s.plan().consumer), sync_id, to_string(s.state), s.sync_id));
   }
   s.state = WorkerState::kCommitting;
+  if (s.config.staged) {
+    for (const std::uint32_t module : s.course->fed) s.touch(module);
+    s.copying = true;
+    out.push_back(StartCommit{});
+  }
   s.settle(out);
   return {};
 }

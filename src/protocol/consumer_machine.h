@@ -42,6 +42,9 @@ struct ConsumerConfig {
   // Packed chunks (Chunk::chunk_id) that are scattered while they arrive: they take no receive slot, and are
   // started by StartCopy as mapped ones are.
   std::set<std::uint32_t> scattered_on_arrival;
+  // Chunks land beside the parameters, which are written by StartCommit alone: until then every module keeps
+  // its bytes, state and version, also when the sync fails. Hooks run after the commit's copies.
+  bool staged = false;
   // Bounds what no producer's watchdog sees: a transfer, copy or scatter under way, and signals not confirmed
   // after the last chunk. A pull that waits for its group is covered by the producer's own watchdog, however
   // long others keep it waiting.
@@ -92,11 +95,15 @@ struct StartCopy {
   std::vector<std::uint32_t> producers;  // by run: whose memory it is
   std::vector<ReadyInfo> ready;
 };
-// Post-process the modules whose last chunk this is: everything of them has been scattered. Answer with
-// post_done(). Must not delay scatters: it has a thread of its own, and several may be waiting.
+// Post-process the modules whose last chunk this is: everything of them has been scattered (staged: is in the
+// parameters). Answer with post_done(). Must not delay scatters: it has a thread of its own, and several may be
+// waiting.
 struct StartPost {
   std::uint32_t chunk = 0;
 };
+// Staged: copy everything that this sync's plan has landed beside the parameters into them. Answer with
+// commit_done().
+struct StartCommit {};
 // Tell the producer that these groups will not be read any more. Confirmed by signals_acked(); resent never
 // (the channel is reliable while the peer lives). Also sent, of what had been asked for, when a failed sync
 // has drained here; nobody waits for those confirmations.
@@ -112,7 +119,7 @@ struct UpdateDone {
   std::uint64_t sync_id = 0;
   Status status;
 };
-// finish_update() is over: hooks drained, committed; or the error.
+// finish_update() is over: copied where staged, hooks drained, committed; or the error.
 struct FinishDone {
   std::uint64_t sync_id = 0;
   Status status;
@@ -127,8 +134,9 @@ struct ReportFailure {
 using ConsumerAction =
     std::variant<consumer_action::SendPull, consumer_action::AnnounceRecovery,
                  consumer_action::StartTransfer, consumer_action::StartScatter,
-                 consumer_action::StartCopy, consumer_action::StartPost, consumer_action::SendSignals,
-                 consumer_action::UpdateDone, consumer_action::FinishDone, consumer_action::ReportFailure>;
+                 consumer_action::StartCopy, consumer_action::StartPost, consumer_action::StartCommit,
+                 consumer_action::SendSignals, consumer_action::UpdateDone, consumer_action::FinishDone,
+                 consumer_action::ReportFailure>;
 using ConsumerActions = std::vector<ConsumerAction>;
 
 class ConsumerMachine {
@@ -156,6 +164,8 @@ class ConsumerMachine {
                     ConsumerActions& out);
   void post_done(std::int64_t now_ns, std::uint64_t sync_id, std::uint32_t chunk, const Status& status,
                  ConsumerActions& out);
+  // An error says that parameters may be half written.
+  void commit_done(std::int64_t now_ns, std::uint64_t sync_id, const Status& status, ConsumerActions& out);
   void signals_acked(std::int64_t now_ns, std::uint32_t producer, std::uint64_t sync_id,
                      const std::vector<std::uint32_t>& groups, ConsumerActions& out);
   // The commit; FinishDone follows. Refused unless prepared, with the first error when the sync has failed.
@@ -184,7 +194,7 @@ class ConsumerMachine {
   WorkerState state() const;
   std::uint64_t sync_id() const;
   const Status& failure() const;                    // of the last sync; OK when it did not fail
-  bool in_flight() const;                           // a transfer, copy, scatter or hook has not ended
+  bool in_flight() const;  // a transfer, copy, scatter, hook or commit's copy has not ended
   const std::vector<ModuleState>& modules() const;  // by Recording::modules index
   // The version of the last committed sync, when no module of the whole plan holds anything else than a
   // committed version; FAILED_PRECONDITION listing those that do (mixed, landing, prepared). After syncs of

@@ -586,6 +586,128 @@ TEST(ConsumerStates, AHookThatFailsDuringTheCommitFailsIt) {
   EXPECT_EQ(b.machine.modules()[0].kind, Kind::kMixed);
 }
 
+// ---- staged -------------------------------------------------------------------------------------
+
+std::vector<std::string> states(const ConsumerBench& b) {
+  std::vector<std::string> text;
+  for (const ModuleState& module : b.machine.modules()) text.push_back(to_string(module));
+  return text;
+}
+
+TEST(ConsumerStaged, ModulesAreTouchedByTheCommitAlone) {
+  ConsumerBench b({.groups = 2}, 0, true);
+  b.start(1, 10);
+  b.run_to_end();
+  EXPECT_EQ(b.update_result(), Status());
+  EXPECT_THAT(states(b), ElementsAre("unset", "unset"));
+  EXPECT_THAT(b.posting(), IsEmpty()) << "hooks read parameters";
+  EXPECT_FALSE(b.machine.in_flight());
+  b.take();
+  ASSERT_EQ(b.machine.finish_update(0, 1, b.out), Status());
+  EXPECT_EQ(b.count<StartCommit>(), 1u);
+  EXPECT_THAT(states(b), ElementsAre("landing(10)", "landing(10)"));
+  EXPECT_TRUE(b.machine.in_flight());
+  b.copied();
+  EXPECT_THAT(b.posting(), ElementsAre(0u, 1u));
+  EXPECT_EQ(b.count<FinishDone>(), 0u);
+  b.posted(1);
+  EXPECT_THAT(states(b), ElementsAre("landing(10)", "prepared(10)"));
+  b.posted(0);
+  EXPECT_EQ(b.finish_result(), Status());
+  EXPECT_THAT(states(b), ElementsAre("current(10)", "current(10)"));
+  EXPECT_EQ(*b.machine.version(), 10u);
+}
+
+// Whatever fails before the commit leaves every module what it was.
+TEST(ConsumerStaged, AFailureBeforeTheCommitLeavesTheOldVersionCurrent) {
+  for (const int step : {0, 1, 2, 3, 4}) {
+    SCOPED_TRACE(step);
+    ConsumerBench b({.groups = 2, .ring_depth = 1}, 0, true);
+    b.start(1, 10);
+    b.run_to_end();
+    ASSERT_EQ(b.machine.finish_update(0, 1, b.out), Status());
+    b.run_to_end();
+    ASSERT_EQ(b.machine.state(), WorkerState::kIdle);
+    b.take();
+    b.start(2, 20);
+    if (step == 1) b.machine.pull_failed(0, 0, b.pull_id(0), kBroken, b.out);
+    if (step >= 2) b.ready(0);
+    if (step == 2) b.land(0, 0, kBroken);
+    if (step >= 3) b.land(0);
+    if (step == 3) b.scattered(0, kBroken);
+    if (step == 4) {
+      b.run_to_end();
+      ASSERT_EQ(b.machine.state(), WorkerState::kPrepared);
+    }
+    if (step == 0 || step == 4) b.machine.fail(0, 2, kBroken, b.out);
+    EXPECT_EQ(b.machine.state(), WorkerState::kFailed);
+    EXPECT_EQ(b.count<StartCommit>(), 0u);
+    EXPECT_FALSE(b.machine.finish_update(0, 2, b.out).ok());
+    EXPECT_THAT(states(b), ElementsAre("current(10)", "current(10)"));
+    EXPECT_EQ(*b.machine.version(), 10u);
+    b.take();
+    b.start(3, 30);
+    b.run_to_end();
+    ASSERT_EQ(b.machine.finish_update(0, 3, b.out), Status());
+    b.run_to_end();
+    EXPECT_EQ(*b.machine.version(), 30u);
+  }
+}
+
+// Nothing of a commit that has begun is current, whether its copies or a hook failed, until a later sync
+// commits, of the old version or another.
+TEST(ConsumerStaged, ACommitThatFailsLeavesModulesMixedUntilALaterOne) {
+  for (const bool hook : {false, true}) {
+    SCOPED_TRACE(hook ? "hook" : "copy");
+    ConsumerBench b({.groups = 2}, 0, true);
+    b.start(1, 10);
+    b.run_to_end();
+    ASSERT_EQ(b.machine.finish_update(0, 1, b.out), Status());
+    b.run_to_end();
+    b.take();
+    b.start(2, 20);
+    b.run_to_end();
+    b.take();
+    ASSERT_EQ(b.machine.finish_update(0, 2, b.out), Status());
+    b.copied(hook ? Status() : kBroken);
+    if (hook) {
+      b.posted(0);
+      b.posted(1, kBroken);
+    }
+    EXPECT_THAT(b.finish_result().message(), HasSubstr("broken"));
+    EXPECT_EQ(b.count<ReportFailure>(), 1u);
+    EXPECT_THAT(states(b), ElementsAre(hook ? "prepared(20)" : "mixed(10, 20)", "mixed(10, 20)"));
+    EXPECT_FALSE(b.machine.version().ok());
+    b.take();
+    b.start(3, 10);
+    b.run_to_end();
+    EXPECT_FALSE(b.machine.version().ok()) << "not before its commit";
+    b.machine.fail(0, 3, kBroken, b.out);
+    EXPECT_FALSE(b.machine.version().ok()) << "a failed sync repairs nothing";
+    b.start(4, 10);
+    b.run_to_end();
+    ASSERT_EQ(b.machine.finish_update(0, 4, b.out), Status());
+    b.run_to_end();
+    EXPECT_EQ(*b.machine.version(), 10u);
+  }
+}
+
+TEST(ConsumerStaged, StrangeEndsOfCommitsAreDropped) {
+  ConsumerBench b({.groups = 1}, 0, true);
+  b.start(1, 10);
+  b.copied();
+  b.run_to_end();
+  b.machine.commit_done(0, 1, kBroken, b.out);
+  EXPECT_EQ(b.machine.drops().unknown, 2u);
+  ASSERT_EQ(b.machine.finish_update(0, 1, b.out), Status());
+  b.machine.commit_done(0, 7, kBroken, b.out);
+  b.machine.shutdown(b.out);
+  EXPECT_TRUE(b.machine.in_flight());
+  b.copied();
+  b.posted(0);
+  EXPECT_EQ(b.finish_result(), Status()) << "the commit was decided";
+}
+
 TEST(ConsumerStates, AWorkerWithoutChunksStillSignalsAndCommits) {
   TinyModel model = tiny_model({.groups = 2, .producers = 2});
   model.recording = Recording{};

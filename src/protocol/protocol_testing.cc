@@ -30,8 +30,9 @@ ProducerConfig producer_config(const TinyModel& model, std::uint32_t rank, bool 
 }
 
 ConsumerConfig consumer_config(std::shared_ptr<const WorkerPlan> plan, std::uint32_t num_modules,
-                               std::int64_t stall_timeout_ns, std::set<Path> summed) {
+                               std::int64_t stall_timeout_ns, std::set<Path> summed, bool staged) {
   ConsumerConfig config;
+  config.staged = staged;
   config.plan = std::move(plan);
   config.summed = std::move(summed);
   config.num_modules = num_modules;
@@ -223,15 +224,15 @@ std::string ProducerBench::refusal() const {
 
 // ---- consumer -----------------------------------------------------------------------------------
 
-ConsumerBench::ConsumerBench(const TinyOptions& options, std::uint32_t consumer)
+ConsumerBench::ConsumerBench(const TinyOptions& options, std::uint32_t consumer, bool staged)
     : ConsumerBench(tiny_model(options).plan(consumer), options.modules_span_groups ? 1 : options.groups,
-                    300 * kSecond, summed_paths(*tiny_model(options).tables)) {}
+                    300 * kSecond, summed_paths(*tiny_model(options).tables), staged) {}
 
 ConsumerBench::ConsumerBench(std::shared_ptr<const WorkerPlan> given, std::uint32_t num_modules,
-                             std::int64_t stall_timeout_ns, std::set<Path> sums)
+                             std::int64_t stall_timeout_ns, std::set<Path> sums, bool staged)
     : plan(std::move(given)),
       summed(std::move(sums)),
-      machine(consumer_config(plan, num_modules, stall_timeout_ns, summed)) {}
+      machine(consumer_config(plan, num_modules, stall_timeout_ns, summed, staged)) {}
 
 void ConsumerBench::start(std::uint64_t sync, std::uint64_t version) {
   EXPECT_EQ(machine.start_update(now, sync, version, part, out), Status());
@@ -279,6 +280,10 @@ void ConsumerBench::posted(std::uint32_t chunk, const Status& status) {
   machine.post_done(now, machine.sync_id(), chunk, status, out);
 }
 
+void ConsumerBench::copied(const Status& status) {
+  machine.commit_done(now, machine.sync_id(), status, out);
+}
+
 void ConsumerBench::ack_all() {
   for (const auto& signals : all<consumer_action::SendSignals>()) {
     if (signals.sync_id == machine.sync_id())
@@ -301,6 +306,8 @@ void ConsumerBench::run_to_end() {
       scattered(copy->chunk);
     } else if (const auto* post = std::get_if<consumer_action::StartPost>(&action)) {
       posted(post->chunk);
+    } else if (std::holds_alternative<consumer_action::StartCommit>(action)) {
+      copied();
     } else if (const auto* signals = std::get_if<consumer_action::SendSignals>(&action)) {
       machine.signals_acked(now, signals->producer, signals->sync_id, signals->groups, out);
     }

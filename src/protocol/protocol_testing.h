@@ -115,10 +115,11 @@ struct ProducerBench {
 
 // One ConsumerMachine and what it asked for since the last take().
 struct ConsumerBench {
-  explicit ConsumerBench(const TinyOptions& options = {}, std::uint32_t consumer = 0);
+  explicit ConsumerBench(const TinyOptions& options = {}, std::uint32_t consumer = 0, bool staged = false);
   // For hand-made plans.
   ConsumerBench(std::shared_ptr<const WorkerPlan> plan, std::uint32_t num_modules,
-                std::int64_t stall_timeout_ns = 300 * kSecond, std::set<Path> summed = {});
+                std::int64_t stall_timeout_ns = 300 * kSecond, std::set<Path> summed = {},
+                bool staged = false);
 
   // start_update, with `part`, and update, both expected to be legal.
   void start(std::uint64_t sync, std::uint64_t version);
@@ -127,6 +128,7 @@ struct ConsumerBench {
   void land(std::uint32_t chunk, std::uint16_t run = 0, const Status& status = {});
   void scattered(std::uint32_t chunk, const Status& status = {});
   void posted(std::uint32_t chunk, const Status& status = {});
+  void copied(const Status& status = {});  // commit_done
   void ack_all();  // confirms every signal asked for so far
   // Answers everything asked for, until nothing is left to answer.
   void run_to_end();

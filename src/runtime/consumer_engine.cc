@@ -124,7 +124,8 @@ ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Rec
                                std::shared_ptr<const InitTables> tables,
                                std::shared_ptr<const WorkerPlan> plan, FleetToken token,
                                Incarnation incarnation, std::int64_t stall_timeout_ns,
-                               std::int64_t loss_grace_ns, ConsumerHooks hooks, Model* fallbacks)
+                               std::int64_t loss_grace_ns, ConsumerHooks hooks, Model* fallbacks,
+                               Apply apply)
     : progress_(progress),
       model_(model),
       fallbacks_(fallbacks),
@@ -134,12 +135,14 @@ ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Rec
       token_(token),
       incarnation_(incarnation),
       hooks_(std::move(hooks)),
+      staged_(apply == Apply::kStaged),
       on_arrival_(progress.transport().can_read_to() ? scattered_on_arrival(*plan_)
                                                      : std::set<std::uint32_t>()),
       machine_(ConsumerConfig{.plan = plan_,
                               .num_modules = static_cast<std::uint32_t>(recording.modules.size()),
                               .summed = summed_paths(*tables_),
                               .scattered_on_arrival = on_arrival_,
+                              .staged = apply == Apply::kStaged,
                               .stall_timeout_ns = stall_timeout_ns,
                               .loss_grace_ns = loss_grace_ns}),
       copies_(1),
@@ -149,6 +152,7 @@ ConsumerEngine::~ConsumerEngine() = default;
 
 void ConsumerEngine::stop() {
   copies_.stop();
+  if (stage_) stage_->stop();
   post_process_.stop();
 }
 
@@ -173,6 +177,9 @@ Status ConsumerEngine::prepare() {
                                 recorded.name));
     }
     parameters_.push_back(parameter);
+  }
+  if (staged_) {
+    SHARDPULL_ASSIGN_OR_RETURN(stage_, Stage::make(*plan_, recording_));
   }
   SHARDPULL_ASSIGN_OR_RETURN(whole_, prepare_plan(plan_));
   running_ = whole_;
@@ -206,7 +213,9 @@ Result<std::shared_ptr<ConsumerEngine::PreparedPlan>> ConsumerEngine::prepare_pl
   for (const Chunk& chunk : plan->chunks) {
     prepared->chunks[chunk.chunk_id].chunk = &chunk;
     SHARDPULL_RETURN_IF_ERROR(prepare_chunk(chunk, prepared->chunks[chunk.chunk_id]));
+    prepared->modules.insert(prepared->modules.end(), chunk.materialise.begin(), chunk.materialise.end());
   }
+  std::sort(prepared->modules.begin(), prepared->modules.end());
   prepared->plan = std::move(plan);
   return prepared;
 }
@@ -316,6 +325,7 @@ Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version
       SHARDPULL_ASSIGN_OR_RETURN(prepared, prepare_plan(plan));
     }
   }
+  SHARDPULL_RETURN_IF_ERROR(check_memory(*prepared));
   for (const std::uint32_t producer : std::exchange(broken_, {})) {
     const bool planned =
         std::any_of(plan_->producers.begin(), plan_->producers.end(),
@@ -334,6 +344,7 @@ Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version
     status = machine_.start_update(now, sync_id, version, plan, out);
   });
   if (status.ok()) {
+    if (!staged_) hooks_.writing();
     running_ = prepared;
     if (plan != nullptr) part_ = prepared;
     bytes_moved_ = copy_ns_ = update_ns_ = 0;
@@ -578,9 +589,25 @@ void ConsumerEngine::perform(const consumer_action::StartTransfer& action) {
   fault_point("worker.transferring", machine_.sync_id());
 }
 
+std::byte* ConsumerEngine::landing(std::uint32_t parameter) const {
+  return stage_ ? stage_->landing(parameter) : parameters_[parameter]->memory();
+}
+
+Status ConsumerEngine::check_memory(const PreparedPlan& plan) const {
+  for (std::uint32_t p = 0; p < parameters_.size(); ++p) {
+    if (parameters_[p]->memory() != nullptr ||
+        !std::binary_search(plan.modules.begin(), plan.modules.end(), recording_.parameters[p].module))
+      continue;
+    return Status(StatusCode::kFailedPrecondition,
+                  fmt::format("parameter {} has no memory any more", parameters_[p]->full_name()),
+                  {.reason = Reason::kWrongState, .tensor = parameters_[p]->full_name()});
+  }
+  return {};
+}
+
 void ConsumerEngine::run_fills(const PreparedChunk& chunk) const {
   for (const PreparedFill& fill : chunk.fills) {
-    std::byte* const memory = parameters_[fill.parameter]->memory();
+    std::byte* const memory = landing(fill.parameter);
     for (const CopyNest& nest : fill.program.nests) zero(nest, 0, memory + nest.dst_offset);
   }
 }
@@ -602,7 +629,7 @@ void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
         if (!status.ok()) break;
         checked[copy.key] = true;
       }
-      run(copy.program, packed, parameters_[copy.parameter]->memory());
+      run(copy.program, packed, landing(copy.parameter));
     }
     progress_.post([this, sync_id, chunk_id, status] { scatter_done(sync_id, chunk_id, status); });
   });
@@ -706,7 +733,7 @@ Status ConsumerEngine::copy_one(PreparedChunk& prepared, std::size_t c,
   const Chunk& chunk = *prepared.chunk;
   const PlannedScatter& scatter = chunk.scatters[c];
   const PublishedSource& source = sources[copy.run][copy.entry];
-  std::byte* const memory = parameters_[copy.parameter]->memory();
+  std::byte* const memory = landing(copy.parameter);
   if (sums.empty()) {
     SHARDPULL_ASSIGN_OR_RETURN(const CopyProgram* const program, program_for(copy, source, chunk, scatter));
     run(*program, source.mapping.data, memory);
@@ -756,7 +783,7 @@ Status ConsumerEngine::direct_parts(PreparedChunk& prepared,
     const PublishedSource& source = sources[copy.run][copy.entry];
     SHARDPULL_ASSIGN_OR_RETURN(const CopyProgram* const program,
                                program_for(copy, source, *prepared.chunk, prepared.chunk->scatters[c]));
-    std::byte* const parameter = parameters_[copy.parameter]->memory();
+    std::byte* const parameter = landing(copy.parameter);
     std::vector<ReadPart>& parts = by_run[copy.run];
     const std::size_t before = parts.size();
     for_each_run(*program, [&](std::int64_t from, std::int64_t to, std::int64_t bytes) {
@@ -881,7 +908,7 @@ void ConsumerEngine::start_arrivals(std::uint32_t chunk_id, const std::vector<Re
   std::vector<Arrival::Key> keys;
   for (const ChunkKey& key : chunk.keys) keys.push_back({key.offset, key.bytes, {}});
   for (const PreparedCopy& copy : prepared.copies)
-    keys[copy.key].copies.push_back({&copy.program, parameters_[copy.parameter]->memory()});
+    keys[copy.key].copies.push_back({&copy.program, landing(copy.parameter)});
   for (std::size_t r = 0; r < slots.size(); ++r) {
     const Run& run = chunk.runs[r];
     std::vector<Arrival::Key> its(keys.begin() + run.first_key, keys.begin() + run.first_key + run.key_count);
@@ -927,7 +954,7 @@ Status ConsumerEngine::check_landed(const DirectReads& reads) const {
     if (!sum) {
       Hasher hasher;
       for_each_run(prepared.chunk->scatters[c].destination, [&](std::int64_t offset, std::int64_t bytes) {
-        hasher.update({parameters_[copy.parameter]->memory() + offset, static_cast<std::size_t>(bytes)});
+        hasher.update({landing(copy.parameter) + offset, static_cast<std::size_t>(bytes)});
       });
       sum = hasher.checksum();
     }
@@ -961,6 +988,21 @@ void ConsumerEngine::perform(const consumer_action::StartPost& action) {
     }
     finish(Status());
   });
+}
+
+void ConsumerEngine::perform(const consumer_action::StartCommit&) {
+  const auto finish = [this, sync_id = machine_.sync_id()](const Status& status) {
+    progress_.post([this, sync_id, status] {
+      drive(
+          [&](std::int64_t now, ConsumerActions& out) { machine_.commit_done(now, sync_id, status, out); });
+    });
+  };
+  const Status memory = check_memory(*running_);
+  if (!memory.ok()) return finish(memory);
+  hooks_.writing();
+  stage_->commit(
+      running_->modules, [this](std::uint32_t parameter) { return parameters_[parameter]->memory(); },
+      [finish] { finish(Status()); });
 }
 
 void ConsumerEngine::perform(const consumer_action::SendSignals& action) {

@@ -20,8 +20,10 @@
 #include "runtime/arrival.h"
 #include "runtime/landing_memory.h"
 #include "runtime/progress_thread.h"
+#include "runtime/stage.h"
 #include "shardpull/bake.h"
 #include "shardpull/model.h"
+#include "shardpull/worker.h"
 #include "tensor/copy.h"
 #include "transport/transport.h"
 
@@ -35,6 +37,8 @@ struct ConsumerHooks {
   // Announces what this worker may have to pull there instead of at a trainer that is gone; the answer goes to
   // recovery_reserved().
   std::function<void(std::uint32_t producer)> announce_recovery;
+  // The parameters are about to be written: as a sync begins, or, staged, as its commit does.
+  std::function<void()> writing = [] {};
   // update() and finish_update() are over.
   std::function<void(std::uint64_t sync_id, const Status& status)> update_done;
   std::function<void(std::uint64_t sync_id, const Status& status)> finish_done;
@@ -48,10 +52,11 @@ class ConsumerEngine {
   ConsumerEngine(ProgressThread& progress, Model& model, const Recording& recording,
                  std::shared_ptr<const InitTables> tables, std::shared_ptr<const WorkerPlan> plan,
                  FleetToken token, Incarnation incarnation, std::int64_t stall_timeout_ns,
-                 std::int64_t loss_grace_ns, ConsumerHooks hooks, Model* fallbacks = nullptr);
+                 std::int64_t loss_grace_ns, ConsumerHooks hooks, Model* fallbacks = nullptr,
+                 Apply apply = Apply::kInplace);
   ~ConsumerEngine();  // stop() has been called, and the progress thread has stopped
 
-  // Compiles every copy of the plan and allocates the receive ring. On the caller's thread.
+  // Compiles every copy of the plan, allocates the receive ring and, staged, the stage. On the caller's thread.
   Status prepare();
   // Opens a hot endpoint to every producer of the plan that is not lost and says hello. Done when connected() is
   // true.
@@ -82,8 +87,10 @@ class ConsumerEngine {
   void stop();
 
   const ConsumerMachine& machine() const { return machine_; }
-  // Receive slots, and the window that mapped keys are summed in.
-  std::uint64_t landing_bytes() const { return receive_ring_.size() + sum_window_.size(); }
+  // Receive slots, the window that mapped keys are summed in, and the stage.
+  std::uint64_t landing_bytes() const {
+    return receive_ring_.size() + sum_window_.size() + (stage_ ? stage_->bytes() : 0);
+  }
   // Of the running or last sync.
   std::uint64_t bytes_moved() const { return bytes_moved_; }
   std::uint64_t update_ns() const { return update_ns_; }
@@ -129,6 +136,7 @@ class ConsumerEngine {
   struct PreparedPlan {
     std::shared_ptr<const WorkerPlan> plan;
     std::vector<PreparedChunk> chunks;  // by Chunk::chunk_id
+    std::vector<std::uint32_t> modules;  // that it writes, ascending
   };
   // The reads of a direct chunk, or of a packed one that is scattered on arrival, one per run.
   struct DirectReads {
@@ -199,6 +207,7 @@ class ConsumerEngine {
   void perform(const consumer_action::StartScatter& action);
   void perform(const consumer_action::StartCopy& action);
   void perform(const consumer_action::StartPost& action);
+  void perform(const consumer_action::StartCommit& action);
   void perform(const consumer_action::SendSignals& action);
   void perform(const consumer_action::UpdateDone& action);
   void perform(const consumer_action::FinishDone& action);
@@ -210,6 +219,10 @@ class ConsumerEngine {
   Status connect_to(std::uint32_t producer, std::int64_t timeout_ns);
   HotHeader header(HotType type, std::uint64_t sync_id) const;
   void run_fills(const PreparedChunk& chunk) const;
+  // Where what is sent for a parameter lands, its first element: in the parameter or in the stage.
+  std::byte* landing(std::uint32_t parameter) const;
+  // An error names the first parameter of the plan's modules that has no memory any more.
+  Status check_memory(const PreparedPlan& plan) const;
   // Moves `actions_` through perform() until no event handler appended more.
   template <typename Event>
   void drive(Event event);
@@ -223,6 +236,7 @@ class ConsumerEngine {
   const FleetToken token_;
   const Incarnation incarnation_;
   const ConsumerHooks hooks_;
+  const bool staged_;
   const std::set<std::uint32_t> on_arrival_;  // packed chunks that take no receive slot
   ConsumerMachine machine_;
   std::vector<Parameter*> parameters_;  // by Recording::parameters index
@@ -231,6 +245,7 @@ class ConsumerEngine {
       part_;                               // of the whole plan, and of the last part of it that a sync ran
   std::shared_ptr<PreparedPlan> running_;  // one of the two
   LandingMemory receive_ring_;
+  std::unique_ptr<Stage> stage_;  // null: in place
   LandingMemory sum_window_;  // the copy thread's: one key of a mapped chunk that is summed
   std::map<EndpointId, Endpoint> endpoints_;
   std::set<std::uint32_t> lost_;    // producers whose process is gone

@@ -327,30 +327,42 @@ Status BoxModel::load_weights(const std::vector<NamedTensor>& weights) {
   return {};
 }
 
+std::vector<std::byte> expected_bytes(const std::vector<TensorMeta>& metadata, const ModuleSpec& module,
+                                      const std::vector<std::optional<std::uint64_t>>& version_of,
+                                      const Content& content) {
+  const Bytewise unit(module.dtype);
+  const Sizes to = unit.strides(module.stride.empty() ? row_major(module.shape) : module.stride);
+  const Sizes sizes = unit.sizes(module.shape);
+  std::int64_t last = 0;
+  for (std::size_t d = 0; d < sizes.size(); ++d) last += (sizes[d] - 1) * to[d];
+  const std::int64_t bytes = product(sizes) == 0 ? 0 : (last + 1) * unit.element;
+  std::vector<std::byte> expected(static_cast<std::size_t>(bytes), std::byte{0xCD});
+  for (const Feed& feed : module.feeds) {
+    if (!version_of[feed.name]) continue;
+    const TensorMeta& meta = metadata[feed.name];
+    const Box part = written_out(feed.part, meta);
+    const Sizes global = row_major(unit.sizes(meta.shape));
+    for_each_index(unit.sizes(part.size), [&](Sizes index) {
+      const std::int64_t from = dot(unit.sizes(part.start), global) + dot(index, global);
+      if (feed.transposed) std::swap(index[0], index[1]);
+      const std::int64_t at = dot(unit.sizes(feed.at), to) + dot(index, to);
+      for (std::int64_t b = 0; b < unit.element; ++b) {
+        expected[static_cast<std::size_t>(at * unit.element + b)] =
+            content(feed.name, *version_of[feed.name], static_cast<std::uint64_t>(from * unit.element + b));
+      }
+    });
+  }
+  return expected;
+}
+
 std::string first_difference(const Model& model, const std::vector<TensorMeta>& metadata,
                              const ModelSpec& spec,
                              const std::vector<std::optional<std::uint64_t>>& version_of,
                              const Content& content) {
   for (const ModuleSpec& given : spec) {
     const Parameter& parameter = *model.find_module(given.name)->find("weight");
-    std::vector<std::byte> expected(parameter.storage_bytes(), std::byte{0xCD});
-    const Bytewise unit(given.dtype);
-    const Sizes to = unit.strides(given.stride.empty() ? row_major(given.shape) : given.stride);
-    for (const Feed& feed : given.feeds) {
-      if (!version_of[feed.name]) continue;
-      const TensorMeta& meta = metadata[feed.name];
-      const Box part = written_out(feed.part, meta);
-      const Sizes global = row_major(unit.sizes(meta.shape));
-      for_each_index(unit.sizes(part.size), [&](Sizes index) {
-        const std::int64_t from = dot(unit.sizes(part.start), global) + dot(index, global);
-        if (feed.transposed) std::swap(index[0], index[1]);
-        const std::int64_t at = dot(unit.sizes(feed.at), to) + dot(index, to);
-        for (std::int64_t b = 0; b < unit.element; ++b) {
-          expected[static_cast<std::size_t>(at * unit.element + b)] =
-              content(feed.name, *version_of[feed.name], static_cast<std::uint64_t>(from * unit.element + b));
-        }
-      });
-    }
+    if (parameter.memory() == nullptr) return given.name + " has no memory";
+    const std::vector<std::byte> expected = expected_bytes(metadata, given, version_of, content);
     for (std::size_t i = 0; i < expected.size(); ++i) {
       if (parameter.memory()[i] != expected[i]) return given.name + " byte " + std::to_string(i);
     }
@@ -458,6 +470,9 @@ class Fleet {
     out_.connects[id] = worker.status();
     if (!worker.ok()) return;
     std::vector<std::optional<std::uint64_t>> version_of(spec_.metadata.size());
+    std::atomic<bool> ended{false};
+    std::thread reader;
+    if (spec_.reader) reader = std::thread([&] { spec_.reader(id, **worker, model, ended); });
     out_.serves[id] =
         (*worker)->serve([&](std::uint64_t version, const Status& status, const WorkerReport& report) {
           out_.syncs[id].push_back(status);
@@ -465,31 +480,55 @@ class Fleet {
           while (at < spec_.steps.size() && spec_.steps[at].version != version) ++at;
           if (at == spec_.steps.size())
             return problem("a sync of unknown version " + std::to_string(version));
-          if (!status.ok()) return check_untouched(id, at, **worker, model, version_of);
+          if (!status.ok())
+            return check_failed(id, at, **worker, model, version_of, options.apply == Apply::kStaged);
           for (std::uint32_t name = 0; name < version_of.size(); ++name) {
             if (matches(spec_.steps[at].names, spec_.metadata[name].name)) version_of[name] = version;
           }
           check(id, at, **worker, model, version_of, options.path == PathChoice::kMapped, report);
         });
+    ended = true;
+    if (reader.joinable()) reader.join();
   }
 
-  // After a failed sync: what it was not to move is what it was.
-  void check_untouched(std::uint32_t id, std::size_t at, const Worker& worker, const BoxModel& model,
-                       const std::vector<std::optional<std::uint64_t>>& version_of) {
+  // After a failed sync: what it was not to move is what it was, staged also what it was; and no module says
+  // that it holds a version whose bytes it does not have.
+  void check_failed(std::uint32_t id, std::size_t at, const Worker& worker, const BoxModel& model,
+                    const std::vector<std::optional<std::uint64_t>>& version_of, bool staged) {
     ModelSpec untouched = spec_.workers[id];
-    std::erase_if(untouched, [&](const ModuleSpec& module) {
-      return std::any_of(module.feeds.begin(), module.feeds.end(), [&](const Feed& feed) {
-        return matches(spec_.steps[at].names, spec_.metadata[feed.name].name);
-      });
-    });
     const std::string where = "worker " + std::to_string(id) + " after the failed version " +
                               std::to_string(spec_.steps[at].version) + ": ";
+    bool whole = true;
+    for (const ModuleSpec& module : untouched) {
+      const auto held = worker.module_version(module.name);
+      whole = whole && held.ok();
+      if (!held.ok()) continue;
+      auto claimed = version_of;
+      for (const Feed& feed : module.feeds) claimed[feed.name] = *held;
+      const std::string difference =
+          first_difference(model, spec_.metadata, {module}, claimed, spec_.content);
+      if (!difference.empty())
+        problem(where + "is said to hold " + std::to_string(*held) + ": " + difference);
+    }
+    const bool guarded = worker.version_guard().load() % 2 == 1;
+    const bool torn = !staged || spec_.steps[at].torn;
+    if (torn && !whole && worker.version().ok()) problem(where + "mixed modules have a version");
+    if (!torn && guarded && at != 0 && !spec_.steps[at - 1].torn) problem(where + "the guard is odd");
+    if (torn && staged && !guarded) problem(where + "a torn commit is not guarded");
+    if (torn) {
+      std::erase_if(untouched, [&](const ModuleSpec& module) {
+        return std::any_of(module.feeds.begin(), module.feeds.end(), [&](const Feed& feed) {
+          return matches(spec_.steps[at].names, spec_.metadata[feed.name].name);
+        });
+      });
+    }
     const std::string difference =
         first_difference(model, spec_.metadata, untouched, version_of, spec_.content);
     if (!difference.empty()) problem(where + difference);
     for (const ModuleSpec& module : untouched) {
       const auto held = worker.module_version(module.name);
-      if (!held.ok() || held.value() != version_of[module.feeds[0].name])
+      const auto expected = version_of[module.feeds[0].name];
+      if (held.ok() != expected.has_value() || (expected && *held != *expected))
         problem(where + module.name + " lost its version");
     }
   }

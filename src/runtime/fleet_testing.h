@@ -3,6 +3,7 @@
 // boxes, and an independent reference that compares every byte by plain index arithmetic.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -125,6 +126,12 @@ class BoxModel final : public Model {
   ModelSpec spec_;
 };
 
+// The bytes of a module's parameter that holds the versions `version_of` (by name; none: never sent), before
+// its first sync filled with 0xCD.
+std::vector<std::byte> expected_bytes(const std::vector<TensorMeta>& metadata, const ModuleSpec& module,
+                                      const std::vector<std::optional<std::uint64_t>>& version_of,
+                                      const Content& content);
+
 // The first byte of `model` (filled with 0xCD before its first sync) that is not what `version_of` (by name;
 // none: never sent) says, or "".
 std::string first_difference(const Model& model, const std::vector<TensorMeta>& metadata,
@@ -138,6 +145,8 @@ struct Step {
   std::uint64_t version = 0;
   std::vector<std::string> names = {};  // SendOptions::names
   bool fails = false;
+  // Staged: fails in its commit, so that what it was to move may be half written.
+  bool torn = false;
 };
 
 struct FleetSpec {
@@ -153,6 +162,9 @@ struct FleetSpec {
   std::function<Status(std::uint32_t rank, std::uint64_t version, GroupTensors&)> tamper = nullptr;
   std::function<Status(std::uint32_t worker, Model&)> bind = nullptr;  // gives parameters memory of its own
   std::function<std::vector<std::string>(std::uint32_t rank, const Step&)> names = nullptr;
+  // Runs on a thread of its own beside each worker's serve(); `ended`: it has returned.
+  std::function<void(std::uint32_t worker, const Worker&, const Model&, const std::atomic<bool>& ended)>
+      reader = nullptr;
   Status end = {};  // what all ranks shut down with, at the end
 };
 

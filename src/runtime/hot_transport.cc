@@ -70,6 +70,10 @@ std::string_view to_string(PathChoice path) {
   return "unknown";
 }
 
+std::string_view to_string(Apply apply) {
+  return apply == Apply::kStaged ? "staged" : "inplace";
+}
+
 PathPolicy policy_of(PathChoice path) {
   switch (path) {
     case PathChoice::kAuto:
@@ -88,10 +92,12 @@ Result<std::unique_ptr<Transport>> make_hot_transport(const FleetOptions& option
                                                       Incarnation incarnation) {
   const std::string name =
       fmt::format("{}-{}", self.role == Role::kTrainer ? "trainer" : "worker", self.id);
-  const LocalOptions local{.directory = options.directory,
-                           .token = options.token,
-                           .incarnation = incarnation,
-                           .self_name = name};
+  // A worker that takes the place of one which has not ended yet listens beside it.
+  const LocalOptions local{
+      .directory = options.directory,
+      .token = options.token,
+      .incarnation = incarnation,
+      .self_name = self.role == Role::kTrainer ? name : fmt::format("{}-{:016x}", name, incarnation)};
   const TransportKind kind = transport_of(options);
   switch (kind) {
     case TransportKind::kAuto:

@@ -254,7 +254,7 @@ constexpr std::int64_t kStallNs = 30 * kNanosPerSecond;
 // A trainer's producer and a worker's engine, without a control channel: the test says what it would.
 class Pair {
  public:
-  Pair(TransportKind transport, Integrity integrity, PathPolicy path)
+  Pair(TransportKind transport, Integrity integrity, PathPolicy path, Apply apply = Apply::kInplace)
       : metadata_(two_layers()), spec_(tensor_parallel(metadata_, 0, 1)), model_(metadata_, spec_) {
     EXPECT_TRUE(model_.materialise(std::byte{0xCD}, 64).ok());
     auto trainer = net_.open("trainer", kToken, 1);
@@ -290,7 +290,8 @@ class Pair {
                                               const std::vector<std::uint32_t>&) {},
                       .update_done = [this](std::uint64_t, const Status& status) { updated_.put(status); },
                       .finish_done = [this](std::uint64_t, const Status& status) { finished_.put(status); },
-                      .report_failure = [](std::uint64_t, const Status&) {}});
+                      .report_failure = [](std::uint64_t, const Status&) {}},
+        nullptr, apply);
     EXPECT_EQ(engine_->prepare(), Status());
     at_trainer_.server = server_.get();
     at_worker_.engine = engine_.get();
@@ -366,6 +367,12 @@ class Pair {
     return first_difference(model_, metadata_, spec_, versions, code);
   }
   const WorkerPlan& plan() const { return *plan_; }
+  // What the worker says that it holds.
+  Result<std::uint64_t> version() {
+    Result<std::uint64_t> version = Status(StatusCode::kInternal, "not asked");
+    worker_->run([&] { version = engine_->machine().version(); });
+    return version;
+  }
   // Whether every byte of the name's parameter is of `version`.
   bool holds(std::uint32_t name, std::uint64_t version) const {
     const Parameter& parameter = *model_.find_module(metadata_[name].name)->find("weight");
@@ -427,11 +434,11 @@ const Way kWays[] = {{Path::kPacked, PathPolicy::kPacked, TransportKind::kTcp, I
                      {Path::kPacked, PathPolicy::kPacked, TransportKind::kShm, Integrity::kFull}};
 
 // One flipped bit of any read or mapping fails the sync, naming chunk, tensor and producer; the next one is
-// exact.
-TEST(IntegrityOverATransport, AFlippedBitIsFoundOnEveryPath) {
+// exact. Staged, the version before is there until then, bit for bit; in place none is.
+void find_flipped_bits(Apply apply) {
   for (const Way& way : kWays) {
     SCOPED_TRACE(to_string(way.path));
-    Pair pair(way.transport, way.summed, way.policy);
+    Pair pair(way.transport, way.summed, way.policy, apply);
     for (const Chunk& chunk : pair.plan().chunks) ASSERT_EQ(chunk.path, way.path);
     std::uint64_t id = 0;
     ASSERT_EQ(pair.sync(++id), Status());
@@ -451,12 +458,25 @@ TEST(IntegrityOverATransport, AFlippedBitIsFoundOnEveryPath) {
       EXPECT_THAT(status.info().tensor, HasSubstr("layers."));
       EXPECT_THAT(status.message(), AllOf(HasSubstr("worker 0: chunk "), HasSubstr("from trainer 0 are corrupt"),
                                           HasSubstr("'" + status.info().tensor + "'")));
+      const auto version = pair.version();
+      EXPECT_EQ(version.ok(), apply == Apply::kStaged);
+      if (version.ok()) {
+        EXPECT_EQ(*version, id - 1);
+        EXPECT_EQ(pair.difference(id - 1), "");
+      }
       pair.damage(0);
       ASSERT_EQ(pair.sync(++id), Status());
       EXPECT_EQ(pair.difference(id), "");
+      EXPECT_EQ(*pair.version(), id);
     }
     EXPECT_GE(found, 2);
   }
+}
+TEST(IntegrityOverATransport, AFlippedBitIsFoundOnEveryPath) {
+  find_flipped_bits(Apply::kInplace);
+}
+TEST(IntegrityOverATransport, AFlippedBitReachesNoParameterWhenStaged) {
+  find_flipped_bits(Apply::kStaged);
 }
 
 // Packed and mapped keys are compared before one byte of them is in a parameter.

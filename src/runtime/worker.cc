@@ -27,6 +27,7 @@
 #include "runtime/fleet_link.h"
 #include "runtime/hot_transport.h"
 #include "runtime/progress_thread.h"
+#include "runtime/replica_link.h"
 #include "transport/shm/shared_memory.h"
 
 namespace shardpull {
@@ -111,6 +112,8 @@ struct Worker::Impl final : TransportSink {
   Status make_plan();
   Status reserve();
   void announce(std::uint32_t producer, std::uint64_t slot_bytes, const std::vector<PullDescription>& pulls);
+  // Makes the link to the other workers of the replica.
+  Status meet_mates();
   // Waits until `ready` (called with `mutex` held), the fleet's end, or the connect timeout; the error says
   // what was waited for.
   Status wait_for(const std::function<bool()>& ready, const std::string& what);
@@ -120,18 +123,21 @@ struct Worker::Impl final : TransportSink {
   // -----------------------------------------------------------------------------------------
   // Names that the plan pulls for the model's own loaders.
   std::uint32_t fallback_names(const WorkerPlan& of) const;
-  void on_control(const Member& from, ControlBody body);
+  void on_control(const Member& from, Incarnation incarnation, ControlBody body);
+  void on_up(const Member& member, Incarnation incarnation);
   void on_lost(const Member& member, const Status& why);
   void on_tick();
   void start_update(const StartUpdate& message);
   void deliver(std::uint64_t sync_id, const Status& status);
   void push_result(std::uint64_t version, const Status& status, const WorkerReport& report);
   void end(const Status& why);
+  // Whether the running sync may have been committed by a mate, or is being committed here: it has an end of
+  // its own, which serve() tells before the fleet's.
+  bool being_decided() const;
+  void end_if_decided();
   void send(const Member& to, ControlBody body) { control->send(to, std::move(body)).ignore(); }
 
-  void on_accepted(EndpointId endpoint) override {
-    progress->transport().close(endpoint);
-  }  // a worker does not listen
+  void on_accepted(EndpointId endpoint) override { replica->on_accepted(endpoint); }
   void on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) override;
   void on_closed(EndpointId endpoint, const Status& why) override;
   void on_read_done(ReadToken token, const Status& status) override {
@@ -160,6 +166,10 @@ struct Worker::Impl final : TransportSink {
 
   // Confined to the progress thread.
   std::set<std::uint32_t> ranks_up;
+  std::unique_ptr<ReplicaLink> replica;               // null until the fleet is known
+  std::map<std::uint32_t, Incarnation> workers_up;    // before that
+  std::map<std::uint32_t, std::pair<Incarnation, std::string>> workers_listen;
+  std::optional<Status> ending;  // the sender is gone, and what that means for the last sync is being decided
   std::uint64_t current_sync = 0, current_version = 0;
   std::shared_ptr<const WorkerPlan> current_plan;  // what the sync runs: the plan, or what is left of it
   NameSet part_names;                              // the names `part` is of
@@ -219,12 +229,9 @@ Status Worker::Impl::start() {
   relay = std::make_unique<ControlRelay>(
       *progress,
       ControlRelay::Handlers{
-          .message = [this](const Member& from, Incarnation,
-                            ControlBody body) { on_control(from, std::move(body)); },
-          .up =
-              [this](const Member& member, Incarnation) {
-                if (member.role == Role::kTrainer) ranks_up.insert(member.id);
-              },
+          .message = [this](const Member& from, Incarnation life,
+                            ControlBody body) { on_control(from, life, std::move(body)); },
+          .up = [this](const Member& member, Incarnation life) { on_up(member, life); },
           .lost = [this](const Member& member, const Status& why) { on_lost(member, why); }});
   progress->start();
   SHARDPULL_ASSIGN_OR_RETURN(control,
@@ -262,6 +269,43 @@ Status Worker::Impl::join() {
   return {};
 }
 
+Status Worker::Impl::meet_mates() {
+  const std::uint32_t size = tables->num_consumers / tables->num_replicas;
+  const std::uint32_t first = options.consumer / size * size;
+  std::vector<std::uint32_t> mates;
+  for (std::uint32_t worker = first; worker < first + size; ++worker) {
+    if (worker != options.consumer) mates.push_back(worker);
+  }
+  ReplicaHooks hooks;
+  hooks.announce = [this](std::uint32_t mate, const std::string& address) {
+    send({Role::kWorker, mate}, MateListens{address});
+  };
+  hooks.commit = [this](std::uint64_t sync_id) {
+    const Status status = engine->finish_update(sync_id);
+    if (!status.ok()) {
+      send(kSender, Finished{sync_id, status});
+      deliver(sync_id, status);
+    }
+  };
+  hooks.abort = [this](std::uint64_t sync_id, const Status& why) {
+    send(kSender, SyncFailed{sync_id, why.with_context(fmt::format("worker {}", options.consumer))});
+    engine->fail(sync_id, why);
+    end_if_decided();
+  };
+  Status status;
+  progress->run([&] {
+    replica = std::make_unique<ReplicaLink>(
+        *progress, options.consumer, std::move(mates), options.fleet.token, incarnation,
+        static_cast<std::int64_t>(options.fleet.dead_after_ms) * kNanosPerMilli, std::move(hooks));
+    status = replica->listen();
+    if (!status.ok()) return;
+    for (const auto& [worker, life] : workers_up) replica->worker_up(worker, life);
+    for (auto& [worker, listens] : workers_listen)
+      replica->mate_listens(worker, listens.first, std::move(listens.second));
+  });
+  return status;
+}
+
 Status Worker::Impl::make_plan() {
   if (options.recording != nullptr) {
     SHARDPULL_RETURN_IF_ERROR(check_recording(*options.recording, model, tables->metadata));
@@ -297,6 +341,9 @@ Status Worker::Impl::make_plan() {
     const auto pulls = recovery_pulls_at(*plan, producer, effective_workers_per_replica(*tables));
     announce(producer, lane_slot_bytes(pulls), pulls);
   };
+  hooks.writing = [this] {
+    if (version_guard.load() % 2 == 0) version_guard.fetch_add(1);  // odd before the first byte is written
+  };
   hooks.update_done = [this](std::uint64_t sync_id, const Status& status) {
     Prepared message{.sync_id = sync_id, .status = status};
     message.bytes_moved = engine->bytes_moved();
@@ -307,6 +354,7 @@ Status Worker::Impl::make_plan() {
     message.rerouted = engine->machine().rerouted();
     message.fallback_names = fallback_names(*current_plan);
     send(kSender, std::move(message));
+    replica->update_done(sync_id, status);
     if (status.ok()) fault_point("worker.prepared", sync_id);
     if (!status.ok()) deliver(sync_id, status);
   };
@@ -323,7 +371,7 @@ Status Worker::Impl::make_plan() {
       *progress, model, *planned, tables, plan, options.fleet.token, incarnation,
       static_cast<std::int64_t>(options.fleet.stall_timeout_ms) * kNanosPerMilli,
       static_cast<std::int64_t>(options.fleet.dead_after_ms) * kNanosPerMilli + kNanosPerSecond,
-      std::move(hooks), fallbacks.get());
+      std::move(hooks), fallbacks.get(), options.apply);
   SHARDPULL_RETURN_IF_ERROR(made_engine->prepare());
   progress->run([&] { engine = std::move(made_engine); });
   return {};
@@ -404,7 +452,27 @@ void Worker::Impl::end(const Status& why) {
   wake.notify_all();
 }
 
-void Worker::Impl::on_control(const Member& from, ControlBody body) {
+bool Worker::Impl::being_decided() const {
+  if (engine == nullptr || delivered) return false;
+  const WorkerState state = engine->machine().state();
+  return state == WorkerState::kPrepared || state == WorkerState::kCommitting;
+}
+
+void Worker::Impl::end_if_decided() {
+  if (ending && !being_decided()) end(*ending);
+}
+
+void Worker::Impl::on_up(const Member& member, Incarnation life) {
+  if (member.role == Role::kTrainer) {
+    ranks_up.insert(member.id);
+  } else if (replica != nullptr) {
+    replica->worker_up(member.id, life);
+  } else {
+    workers_up[member.id] = life;
+  }
+}
+
+void Worker::Impl::on_control(const Member& from, Incarnation life, ControlBody body) {
   if (auto* message = std::get_if<InitPayload>(&body)) {
     MutexLock lock(mutex);
     payload = std::move(*message);
@@ -419,7 +487,14 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
     }
   } else if (auto* message = std::get_if<Shutdown>(&body)) {
     log_info("the fleet ends: {}", message->reason);
-    end(end_of(*message));
+    ending = end_of(*message);
+    end_if_decided();
+  } else if (auto* message = std::get_if<MateListens>(&body)) {
+    if (replica != nullptr) {
+      replica->mate_listens(from.id, life, std::move(message->address));
+    } else {
+      workers_listen[from.id] = {life, std::move(message->address)};
+    }
   } else if (engine == nullptr) {
     log_debug("{} from {} before this worker was ready: dropped", name_of(body), to_string(from));
   } else if (auto* message = std::get_if<StartUpdate>(&body)) {
@@ -438,7 +513,7 @@ void Worker::Impl::on_control(const Member& from, ControlBody body) {
     if (!status.ok()) send(kSender, Prepared{.sync_id = message->sync_id, .status = status});
   } else if (auto* message = std::get_if<Finish>(&body)) {
     fault_point("worker.committing", message->sync_id);
-    const Status status = engine->finish_update(message->sync_id);
+    const Status status = replica->finish(message->sync_id);
     if (!status.ok()) send(kSender, Finished{message->sync_id, status});
   } else if (auto* message = std::get_if<SyncFailed>(&body)) {
     if (deferred && deferred->sync_id == message->sync_id) {  // it never started here
@@ -471,13 +546,16 @@ void Worker::Impl::start_update(const StartUpdate& message) {
     }
     some = part;
   }
-  if (status.ok()) status = engine->start_update(message.sync_id, message.version, some);
+  if (status.ok()) status = replica->start(message.sync_id);
+  if (status.ok()) {
+    status = engine->start_update(message.sync_id, message.version, some);
+    if (!status.ok()) replica->update_done(message.sync_id, status);
+  }
   if (status.ok()) {
     current_plan = some != nullptr ? some : plan;
     current_sync = message.sync_id;
     current_version = message.version;
     delivered = false;
-    if (version_guard.load() % 2 == 0) version_guard.fetch_add(1);  // odd before the first byte lands
   } else {
     push_result(message.version, status, {.consumer = options.consumer, .bytes_kept = plan->bytes_kept});
   }
@@ -504,6 +582,7 @@ void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
               {options.consumer, current_plan->bytes_kept, engine->bytes_moved(), engine->update_ns(),
                engine->copy_ns(), padding_bytes(*current_plan), engine->machine().rerouted(),
                fallback_names(*current_plan)});
+  end_if_decided();
 }
 
 void Worker::Impl::push_result(std::uint64_t version, const Status& status, const WorkerReport& report) {
@@ -533,9 +612,13 @@ void Worker::Impl::on_lost(const Member& member, const Status& why) {
   if (engine != nullptr && member.role == Role::kTrainer) engine->producer_lost(member.id, named);
   after_event();
   if (member == kSender) {
-    if (engine != nullptr && !delivered) engine->fail(current_sync, named);
+    if (!ending) ending = named;
+    if (replica != nullptr) replica->sender_lost(named);
+    if (!being_decided()) {
+      if (engine != nullptr && !delivered) engine->fail(current_sync, named);
+      end(*ending);
+    }
     after_event();
-    end(named);
   } else if (member.role == Role::kTrainer && engine == nullptr) {
     end(named);
   }
@@ -543,16 +626,21 @@ void Worker::Impl::on_lost(const Member& member, const Status& why) {
 
 void Worker::Impl::on_tick() {
   if (engine) engine->tick();
+  if (replica) replica->tick();
   after_event();
 }
 
 void Worker::Impl::on_message(EndpointId endpoint, const HotHeader& header, const std::byte* bytes) {
-  if (engine) engine->on_message(endpoint, header, bytes);
+  if (!replica || !replica->on_message(endpoint, header, bytes)) {
+    if (engine) engine->on_message(endpoint, header, bytes);
+  }
   after_event();
 }
 
 void Worker::Impl::on_closed(EndpointId endpoint, const Status& why) {
-  if (engine) engine->on_closed(endpoint, why);
+  if (!replica || !replica->on_closed(endpoint, why)) {
+    if (engine) engine->on_closed(endpoint, why);
+  }
   after_event();
 }
 
@@ -577,6 +665,7 @@ Result<std::unique_ptr<Worker>> Worker::connect(const WorkerOptions& options, Mo
   std::unique_ptr<Worker> owner(new Worker(std::move(impl)));
   SHARDPULL_RETURN_IF_ERROR(worker.start());
   Status status = worker.join();
+  if (status.ok()) status = worker.meet_mates();
   if (status.ok()) status = worker.make_plan();
   if (status.ok()) status = worker.reserve();
   InitDone done{.status = status};

@@ -317,6 +317,7 @@ Result<SimModel> SimModel::make(const SimOptions& options, std::uint64_t seed) {
         record(options, tables->metadata, in_replica / options.tp, in_replica % options.tp));
     SHARDPULL_ASSIGN_OR_RETURN(WorkerPlan worker, plan_worker(*tables, model.recordings.back(), c, plan));
     model.plans.push_back(std::make_shared<const WorkerPlan>(std::move(worker)));
+    model.staged.push_back(random.chance(0.5));
   }
 
   const auto owners = group_owners(*tables);

@@ -57,6 +57,7 @@ struct SimModel {
   std::vector<std::vector<std::pair<std::uint32_t, std::uint32_t>>>
       held;                    // by rank: (name, piece), ascending
   std::vector<bool> resident;  // by rank
+  std::vector<bool> staged;    // by worker: ConsumerConfig::staged
 };
 
 }  // namespace shardpull::sim

@@ -18,6 +18,7 @@ ConsumerConfig consumer_config(const SimModel& model, std::uint32_t consumer) {
   config.num_modules = static_cast<std::uint32_t>(model.recordings[consumer].modules.size());
   config.summed = summed_paths(*model.tables);
   config.stall_timeout_ns = kSimStallNs;
+  config.staged = model.staged[consumer];
   return config;
 }
 
@@ -39,6 +40,7 @@ SimWorker::SimWorker(World& world, const SimModel& model, SlotReaders& readers, 
     std::fill_n(memory.begin() + kGuardBytes, bytes, SimModel::kUnwritten);
     parameters_.push_back(std::move(memory));
   }
+  if (model.staged[consumer]) stage_ = parameters_;
   versions_.assign(model.tables->metadata.size(), 0);
   receive_ring_.assign(plan_.receive_slot_bytes * plan_.ring_depth, kScattered);
   world.add_transport(*transport_, *this);
@@ -163,8 +165,7 @@ void SimWorker::materialise(std::uint32_t chunk) {
   for (const std::uint32_t module : chunk_of(chunk).materialise) {
     for (std::uint32_t p = 0; p < recording_.parameters.size(); ++p) {
       if (recording_.parameters[p].module != module) continue;
-      std::fill(parameters_[p].begin() + kGuardBytes, parameters_[p].end() - kGuardBytes,
-                SimModel::kUnwritten);
+      std::fill(landing()[p].begin() + kGuardBytes, landing()[p].end() - kGuardBytes, SimModel::kUnwritten);
     }
     for (const Fill& fill : recording_.fills) {
       if (recording_.parameters[fill.destination.parameter].module != module) continue;
@@ -401,6 +402,16 @@ void SimWorker::perform(const consumer_action::StartPost& action) {
     drive([&](std::int64_t now, ConsumerActions& out) {
       machine_.post_done(now, sync_id, chunk, outcome, out);
     });
+  });
+}
+
+void SimWorker::perform(const consumer_action::StartCommit&) {
+  world_.trace("commit", consumer_, machine_.sync_id());
+  world_.later(20 * kPieceNs, [this, sync_id = machine_.sync_id()] {
+    for (std::uint32_t p = 0; p < parameters_.size(); ++p) {
+      if (model_.touches(consumer_, recording_.parameters[p].module, names_)) parameters_[p] = stage_[p];
+    }
+    drive([&](std::int64_t now, ConsumerActions& out) { machine_.commit_done(now, sync_id, {}, out); });
   });
 }
 

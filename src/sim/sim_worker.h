@@ -55,6 +55,7 @@ class SimWorker final : TransportSink, ControlSink {
   void perform(const consumer_action::StartScatter& action);
   void perform(const consumer_action::StartCopy& action);
   void perform(const consumer_action::StartPost& action);
+  void perform(const consumer_action::StartCommit& action);
   void perform(const consumer_action::SendSignals& action);
   void perform(const consumer_action::UpdateDone& action);
   void perform(const consumer_action::FinishDone& action);
@@ -65,7 +66,9 @@ class SimWorker final : TransportSink, ControlSink {
   void announce(std::uint32_t producer, std::uint64_t slot_bytes, const std::vector<PullDescription>& pulls);
   void recovery_reserved(std::uint32_t producer, const Status& status);
   void tick();
-  std::byte* data_of(std::uint32_t parameter) { return parameters_[parameter].data() + kGuardBytes; }
+  // Where chunks land: in the parameters or beside them.
+  std::vector<std::vector<std::byte>>& landing() { return stage_.empty() ? parameters_ : stage_; }
+  std::byte* data_of(std::uint32_t parameter) { return landing()[parameter].data() + kGuardBytes; }
   void materialise(std::uint32_t chunk);
   // A chunk on its way from where it arrived into its parameters.
   struct Landing {
@@ -121,6 +124,7 @@ class SimWorker final : TransportSink, ControlSink {
   std::map<EndpointId, std::uint32_t> producer_of_;
   std::set<std::uint32_t> waiting_reserves_;
   std::vector<std::vector<std::byte>> parameters_;
+  std::vector<std::vector<std::byte>> stage_;  // as parameters_; empty: chunks land in those
   std::vector<std::byte> receive_ring_;
   std::map<ReadToken, Transfer> transfers_;
   std::map<ReadToken, std::shared_ptr<Landing>> direct_reads_;

@@ -22,7 +22,7 @@ constexpr std::uint64_t kMinFreeEntryBytes = 4 + 4;
 constexpr std::uint64_t kMaxItems = kMaxHotPayloadBytes;  // an item takes at least a byte
 
 bool known(std::uint8_t type) {
-  return type >= static_cast<std::uint8_t>(HotType::kHello) && type <= static_cast<std::uint8_t>(HotType::kFreeAck);
+  return type >= static_cast<std::uint8_t>(HotType::kHello) && type <= static_cast<std::uint8_t>(HotType::kOutcome);
 }
 
 Status refused(Reason reason, std::string message) {
@@ -82,6 +82,8 @@ std::string_view name_of(HotType type) {
     case HotType::kFail: return "Fail";
     case HotType::kFree: return "Free";
     case HotType::kFreeAck: return "FreeAck";
+    case HotType::kAsk: return "Ask";
+    case HotType::kOutcome: return "Outcome";
   }
   return "unknown";
 }
@@ -224,6 +226,21 @@ Result<std::vector<FreeEntry>> decode_free(const std::byte* data, std::size_t si
   }
   SHARDPULL_RETURN_IF_ERROR(reader.end());
   return entries;
+}
+
+std::vector<std::byte> encode_outcome(std::uint8_t word) {
+  ByteWriter writer;
+  writer.u8(word);
+  return writer.take();
+}
+
+Result<std::uint8_t> decode_outcome(const std::byte* data, std::size_t size) {
+  ByteReader reader(std::span(data, size), "outcome payload");
+  std::uint8_t word = 0;
+  SHARDPULL_RETURN_IF_ERROR(reader.u8(word));
+  if (word < 1 || word > 3) return reader.malformed(fmt::format("unknown word {}", word));
+  SHARDPULL_RETURN_IF_ERROR(reader.end());
+  return word;
 }
 
 std::vector<std::byte> encode(const Status& status) {

@@ -31,6 +31,8 @@ enum class HotType : std::uint8_t {
   kFail = 5,        // producer -> consumer; payload: code and message
   kFree = 6,        // consumer -> producer; payload: groups (FreePayload)
   kFreeAck = 7,     // producer -> consumer; payload: the groups now known to be signalled
+  kAsk = 8,         // consumer -> its mate `target`: how did the sync end? Round `seq`
+  kOutcome = 9,     // back, of the same round; payload: one word (CommitWord)
 };
 
 struct HotHeader {
@@ -79,6 +81,11 @@ struct FreeEntry {
 std::vector<std::byte> encode(const std::vector<FreeEntry>& entries);
 // Refuses groups that do not ascend strictly, counts the bytes cannot hold, and bytes left over.
 Result<std::vector<FreeEntry>> decode_free(const std::byte* data, std::size_t size);
+
+// What a worker says of a sync to a mate: 1 undecided, 2 committed, 3 aborted.
+std::vector<std::byte> encode_outcome(std::uint8_t word);
+// Refuses any other number, and bytes left over.
+Result<std::uint8_t> decode_outcome(const std::byte* data, std::size_t size);
 
 // An error that travels: code, reason, fault, retryable, peer, tensor and message (cut to 4 KiB between characters).
 std::vector<std::byte> encode(const Status& status);

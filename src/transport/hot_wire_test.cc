@@ -247,12 +247,27 @@ TEST(HotPayloads, UnknownCodesAndReasonsStayErrors) {
   EXPECT_EQ(out.info().reason, Reason::kUnspecified);
 }
 
+// Goal: nothing but one of the three words is taken for an outcome.
+TEST(HotPayloads, OutcomesAreOneOfThreeWords) {
+  for (int word = 0; word < 256; ++word) {
+    auto bytes = encode_outcome(static_cast<std::uint8_t>(word));
+    const auto decoded = decode_outcome(bytes.data(), bytes.size());
+    ASSERT_EQ(decoded.ok(), word >= 1 && word <= 3) << word;
+    if (decoded.ok()) {
+      EXPECT_EQ(*decoded, word);
+    }
+    bytes.push_back(std::byte{0});
+    EXPECT_FALSE(decode_outcome(bytes.data(), bytes.size()).ok());
+  }
+  EXPECT_FALSE(decode_outcome(nullptr, 0).ok());
+}
+
 TEST(HotPayloads, SumOfNothingIsXxh3OfNothing) {
   EXPECT_EQ(payload_sum(nullptr, 0), 0x2D06800538D394C2u);
 }
 
 TEST(HotType, EveryTypeHasAName) {
-  for (std::uint8_t type = 1; type <= 7; ++type) EXPECT_NE(name_of(static_cast<HotType>(type)), "unknown");
+  for (std::uint8_t type = 1; type <= 9; ++type) EXPECT_NE(name_of(static_cast<HotType>(type)), "unknown");
   EXPECT_EQ(name_of(static_cast<HotType>(0)), "unknown");
 }
 

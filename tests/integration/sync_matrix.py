@@ -32,6 +32,7 @@ AXES = {
     "ring_depth": (1, 2, 4),
     "split": ((1, 1), (3, 1), (1, 2), (2, 3)),
     "integrity": ("off", "wire", "full"),
+    "apply": ("inplace", "staged"),
 }
 
 
@@ -42,7 +43,7 @@ def legal(point):
     return point.get("family") != "bert" or point["inference"] in ("tp=1", "tp=2", "tp=2,replicas=2", "tp=1,replicas=3")
 
 
-def full_points(fixed=("vocab", "transport", "lookahead", "ring_depth", "split", "integrity")):
+def full_points(fixed=("vocab", "transport", "lookahead", "ring_depth", "split", "integrity", "apply")):
     """Every combination of the other axes; those in `fixed` take a value from each point's own place in the list."""
     free = [axis for axis in AXES if axis not in fixed]
     for number, values in enumerate(itertools.product(*(AXES[axis] for axis in free))):
@@ -66,13 +67,14 @@ def settings_points():
         split=((1, 1),),
         transport=("shm",),
         integrity=("wire",),
+        apply=("inplace",),
     )
     for number, values in enumerate(itertools.product(*few.values())):
         point = dict(zip(few, values))
         if legal(point):
             draw = random.Random(number)
             yield dict(point, publish=draw.choice(AXES["publish"]), split=draw.choice(AXES["split"]),
-                       integrity=draw.choice(AXES["integrity"]))
+                       integrity=draw.choice(AXES["integrity"]), apply=draw.choice(AXES["apply"]))
 
 
 def pairwise_points():
@@ -120,7 +122,7 @@ def run_point(test, point, model, syncs, *flags):
         "sync", "--model", model, "--trainer", point["trainer"], "--inference", point["inference"], "--path", point["path"],
         "--transport", point["transport"],
         "--publish", point["publish"], "--chunk-split", point["split"][0], "--pull-split", point["split"][1],
-        "--lookahead", point["lookahead"], "--ring-depth", point["ring_depth"], "--integrity", point["integrity"], "--syncs", syncs, "--verify", "--json", *flags)
+        "--apply", point["apply"], "--lookahead", point["lookahead"], "--ring-depth", point["ring_depth"], "--integrity", point["integrity"], "--syncs", syncs, "--verify", "--json", *flags)
 
 
 def workers_of(inference):

@@ -81,6 +81,7 @@ struct Writer {
     w.set_bytes_kept(m.bytes_kept);
     w.set_bytes_planned(m.bytes_planned);
   }
+  void operator()(const MateListens& m) const { out.mutable_mate_listens()->set_address(m.address); }
   void operator()(const Reserve& m) const {
     v1::Reserve& w = *out.mutable_reserve();
     w.set_slot_bytes(m.slot_bytes);
@@ -300,6 +301,8 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
       if (!ascends(out.live_consumers)) return malformed("SyncOpen", "live consumers that do not ascend");
       return ControlBody(std::move(out));
     }
+    case R::kMateListens:
+      return ControlBody(MateListens{.address = routed.mate_listens().address()});
     case R::kSyncBegan:
       return ControlBody(SyncBegan{.sync_id = routed.sync_began().sync_id()});
     case R::kStartUpdate: {

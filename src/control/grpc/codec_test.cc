@@ -81,6 +81,7 @@ std::vector<ControlBody> samples() {
       UserMessage{.topic = "verify", .body = std::string("\0\xff", 2)},
       SyncBegan{.sync_id = 26},
       TimelineReport{.sync_id = 27, .timeline = some_bytes()},
+      MateListens{.address = "/fleet/worker-1-00000007.sock"},
   };
 }
 
