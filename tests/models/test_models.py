@@ -1,5 +1,5 @@
 # ctest-label: models
-# ctest-timeout: 1200
+# ctest-timeout: 1800
 """The Promela models of this folder, checked by spin: what must hold holds, and each planted bug is found.
 
 README.md says what each model mirrors and leaves out. A model's "mirrors" lines name words of the sources; they must
