@@ -367,6 +367,7 @@ class Pair {
     return first_difference(model_, metadata_, spec_, versions, code);
   }
   const WorkerPlan& plan() const { return *plan_; }
+  Parameter& parameter(std::uint32_t name) const { return *model_.find_module(metadata_[name].name)->find("weight"); }
   // What the worker says that it holds.
   Result<std::uint64_t> version() {
     Result<std::uint64_t> version = Status(StatusCode::kInternal, "not asked");
@@ -477,6 +478,21 @@ TEST(IntegrityOverATransport, AFlippedBitIsFoundOnEveryPath) {
 }
 TEST(IntegrityOverATransport, AFlippedBitReachesNoParameterWhenStaged) {
   find_flipped_bits(Apply::kStaged);
+}
+
+// A parameter that has lost its memory between two syncs is an error naming it, not the end of the process.
+TEST(IntegrityOverATransport, AParameterWithoutMemoryIsRefused) {
+  for (const Apply apply : {Apply::kInplace, Apply::kStaged}) {
+    SCOPED_TRACE(to_string(apply));
+    Pair pair(TransportKind::kTcp, Integrity::kWire, PathPolicy::kPacked, apply);
+    ASSERT_EQ(pair.sync(1), Status());
+    ASSERT_TRUE(pair.parameter(3).bind(nullptr, 0).ok());
+    EXPECT_THAT(pair.sync(2).message(), HasSubstr("layers.1.w.weight has no memory any more"));
+    std::vector<std::byte> memory(pair.parameter(3).storage_bytes());
+    ASSERT_TRUE(pair.parameter(3).bind(memory.data(), memory.size()).ok());
+    ASSERT_EQ(pair.sync(3), Status());
+    EXPECT_EQ(pair.difference(3), "");
+  }
 }
 
 // Packed and mapped keys are compared before one byte of them is in a parameter.

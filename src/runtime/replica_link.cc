@@ -197,11 +197,11 @@ void ReplicaLink::perform(const commit_action::AnswerMate& action) {
 }
 
 void ReplicaLink::perform(const commit_action::Commit& action) {
-  progress_.post([this, sync_id = action.sync_id] { hooks_.commit(sync_id); });
+  hooks_.commit(action.sync_id);
 }
 
 void ReplicaLink::perform(const commit_action::Abort& action) {
-  progress_.post([this, action] { hooks_.abort(action.sync_id, action.why); });
+  hooks_.abort(action.sync_id, action.why);
 }
 
 }  // namespace shardpull

@@ -24,7 +24,7 @@ namespace shardpull {
 struct ReplicaHooks {
   // Tells a mate, by the control channel, where this worker listens.
   std::function<void(std::uint32_t mate, const std::string& address)> announce;
-  // The sync is decided. Not called from within a call of the machine's owner, but posted.
+  // The sync is decided. Called within the event that decided it: what arrives next must find it so.
   std::function<void(std::uint64_t sync_id)> commit;
   std::function<void(std::uint64_t sync_id, const Status& why)> abort;
 };

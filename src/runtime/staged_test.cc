@@ -187,40 +187,6 @@ TEST(Staged, AHookThatFailsLeavesNothingCurrentUntilALaterSync) {
   }
 }
 
-// A parameter that has lost its memory is an error naming it, not the end of the process.
-TEST(Staged, UnboundMemoryIsRefused) {
-  for (const Apply apply : {Apply::kInplace, Apply::kStaged}) {
-    SCOPED_TRACE(to_string(apply));
-    FleetSpec spec = fleet_of({.apply = apply});
-    std::vector<EngineMemory> owned;
-    Parameter* lost = nullptr;
-    spec.bind = [&](std::uint32_t worker, Model& model) {
-      if (worker == 1) return model.materialise(std::byte{0xCD}, 64);
-      for (const auto& module : model.modules()) {
-        Parameter& parameter = *module->parameters()[0];
-        owned.push_back(*Worker::allocate(parameter.storage_bytes()));
-        const Status bound = parameter.bind(owned.back().data, owned.back().bytes);
-        if (!bound.ok()) return bound;
-        std::memset(owned.back().data, 0xCD, owned.back().bytes);
-        lost = &parameter;
-      }
-      return Status();
-    };
-    spec.tamper = nullptr;
-    spec.steps = {{.version = 0}, {.version = 1, .fails = true}};
-    // What a program on top of the worker could do between two syncs.
-    spec.names = [&](std::uint32_t rank, const Step& step) {
-      if (rank == 0 && step.version == 1) {
-        EXPECT_TRUE(lost->bind(nullptr, 0).ok());
-      }
-      return step.names;
-    };
-    const FleetOutcome outcome = run_fleet(spec);
-    ASSERT_EQ(outcome.sends[0].size(), 2u);
-    EXPECT_THAT(outcome.sends[0][1].message(), HasSubstr("layers.1.w.weight has no memory any more"));
-  }
-}
-
 // ---- a reader under the guard ---------------------------------------------------------------------------
 
 // Reads what the engine may be writing: whether it did is what the guard says afterwards. A sequence lock's
