@@ -27,6 +27,7 @@ struct CommitMachine::State {
 
   // Deciding.
   std::uint32_t round = 0;
+  bool told = false;  // committed: mates are or were
   std::int64_t deadline_ns = 0;
   std::set<std::uint32_t> alive;                  // mates not taken for dead
   std::set<std::uint32_t> waiting;                // of them, those that have not answered this round
@@ -53,7 +54,8 @@ struct CommitMachine::State {
     ++round;
     waiting = alive;
     deadline_ns = now_ns + config.answer_within_ns;
-    for (const std::uint32_t mate : alive) out.push_back(AskMate{mate, sync_id, round});
+    for (const std::uint32_t mate : alive)
+      out.push_back(AskMate{mate, sync_id, round, CommitWord::kUndecided});
     for (auto it = parked.begin(); it != parked.end();) {
       if (it->second > round) {
         ++it;
@@ -69,6 +71,15 @@ struct CommitMachine::State {
     last_committed = sync_id;
     end(CommitWord::kCommitted, out);
     out.push_back(Commit{sync_id});
+  }
+
+  // Without a sender to rely on: all mates are told, and waited for.
+  void tell(std::int64_t now_ns, CommitActions& out) {
+    told = true;
+    waiting = {config.mates.begin(), config.mates.end()};
+    deadline_ns = now_ns + config.answer_within_ns;
+    for (const std::uint32_t mate : config.mates)
+      out.push_back(AskMate{mate, sync_id, round, CommitWord::kCommitted});
   }
 
   void abort(const Status& reason, CommitActions& out) {
@@ -111,6 +122,9 @@ Status CommitMachine::start(std::uint64_t sync_id) {
   s.sync_id = sync_id;
   s.stage = State::Stage::kUpdating;
   s.why = {};
+  s.round = 0;
+  s.told = false;
+  s.waiting.clear();
   return {};
 }
 
@@ -152,10 +166,11 @@ void CommitMachine::sender_lost(std::int64_t now_ns, const Status& why, CommitAc
   State& s = *state_;
   if (s.stage == State::Stage::kUpdating) s.abort(why, out);
   if (s.stage == State::Stage::kPrepared) s.decide(now_ns, why, out);
+  if (s.stage == State::Stage::kCommitted && !s.told) s.tell(now_ns, out);
 }
 
 void CommitMachine::asked(std::int64_t now_ns, std::uint32_t mate, std::uint64_t sync_id, std::uint32_t round,
-                          CommitActions& out) {
+                          CommitWord word, CommitActions& out) {
   State& s = *state_;
   if (sync_id > s.sync_id) {
     s.fenced_through = std::max(s.fenced_through, sync_id);
@@ -171,8 +186,15 @@ void CommitMachine::asked(std::int64_t now_ns, std::uint32_t mate, std::uint64_t
   }
   const Status why(
       StatusCode::kUnavailable,
-      fmt::format("{} has lost the sender and asks how sync {} ended", worker_name(mate), sync_id),
+      fmt::format("{} has lost {} and asks how sync {} ended", worker_name(mate), trainer_name(0), sync_id),
       {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(mate)});
+  if (word == CommitWord::kCommitted) {
+    if (s.stage == State::Stage::kPrepared || s.stage == State::Stage::kDeciding) {
+      s.commit(out);
+      s.tell(now_ns, out);
+    }
+    s.waiting.erase(mate);
+  }
   if (s.stage == State::Stage::kUpdating || s.stage == State::Stage::kNone) s.abort(why, out);
   if (s.stage == State::Stage::kPrepared) s.decide(now_ns, why, out);
   if (s.stage == State::Stage::kDeciding && round > s.round) {
@@ -188,10 +210,15 @@ void CommitMachine::asked(std::int64_t now_ns, std::uint32_t mate, std::uint64_t
 void CommitMachine::answered(std::int64_t now_ns, std::uint32_t mate, std::uint64_t sync_id,
                              std::uint32_t round, CommitWord word, CommitActions& out) {
   State& s = *state_;
-  if (s.stage != State::Stage::kDeciding || sync_id != s.sync_id) return;
+  if (sync_id != s.sync_id) return;
+  if (s.stage == State::Stage::kCommitted && word != CommitWord::kUndecided) s.waiting.erase(mate);
+  if (s.stage != State::Stage::kDeciding) return;
   switch (word) {
     case CommitWord::kCommitted:
-      return s.commit(out);
+      s.commit(out);
+      s.tell(now_ns, out);
+      s.waiting.erase(mate);
+      return;
     case CommitWord::kAborted:
       return s.abort(
           Status(s.why.code(),
@@ -211,16 +238,17 @@ void CommitMachine::unreachable(std::int64_t now_ns, std::uint32_t mate, CommitA
 
 void CommitMachine::tick(std::int64_t now_ns, CommitActions& out) {
   State& s = *state_;
-  if (s.stage != State::Stage::kDeciding || now_ns < s.deadline_ns) return;
+  if (!deciding() || now_ns < s.deadline_ns) return;
   for (const std::uint32_t mate : std::set<std::uint32_t>(s.waiting)) {
     // The last of them begins the next round, whose answers are not awaited since just now.
     s.dead(now_ns, mate, out);
-    if (s.stage != State::Stage::kDeciding) return;
+    if (!deciding()) return;
   }
 }
 
 bool CommitMachine::deciding() const {
-  return state_->stage == State::Stage::kDeciding;
+  const State& s = *state_;
+  return s.stage == State::Stage::kDeciding || (s.stage == State::Stage::kCommitted && !s.waiting.empty());
 }
 
 }  // namespace shardpull

@@ -1,10 +1,9 @@
 // CommitMachine: how the workers of a replica end a sync together when one of them has lost the sender.
 // Rules: docs/PROTOCOL.md, "Commit".
 //
-//   none --started--> updating --prepared--> prepared --finish--> committed
-//                        |                      |  \-- asked, or the sender is lost --> deciding -->
-//                        committed
-//                        \-- anything that ends it ---------------------------------------\--> aborted
+//   none --start--> updating --prepared--> prepared --finish--> committed
+//   updating --fails, a mate asks, or the sender is lost--> aborted
+//   prepared --a mate asks, or the sender is lost--> deciding --> committed, aborted
 //
 // The sender's Finish messages leave together, but a sender that dies between them leaves mates of which some
 // have seen theirs. A prepared worker that has lost the sender asks the others; whoever is asked no longer
@@ -12,7 +11,8 @@
 // One answer "committed" is enough to commit, one "aborted" to abort. Where all are undecided they ask again,
 // as many rounds as there are mates, each answering a round when it has ended its own one before: however
 // many of them die on the way, those that are left have heard the same (the flooding consensus of crash
-// failures).
+// failures). Whoever has committed and has no sender any more tells all its mates, by a question with its own
+// word, and stays until each has answered or is gone: a mate that found nobody to ask would abort.
 #pragma once
 
 #include <cstdint>
@@ -38,11 +38,13 @@ struct CommitConfig {
 };
 
 namespace commit_action {
-// Ask, and answer with answered(), or with unreachable() when it cannot be reached any more.
+// Ask, saying this worker's own word, and answer with answered(), or with unreachable() when the mate cannot
+// be reached any more.
 struct AskMate {
   std::uint32_t mate = 0;
   std::uint64_t sync_id = 0;
   std::uint32_t round = 0;
+  CommitWord word = CommitWord::kUndecided;
 };
 struct AnswerMate {
   std::uint32_t mate = 0;
@@ -82,15 +84,18 @@ class CommitMachine {
   // under way or its commit is.
   void sender_lost(std::int64_t now_ns, const Status& why, CommitActions& out);
 
+  // `word`: the asking mate's own.
   void asked(std::int64_t now_ns, std::uint32_t mate, std::uint64_t sync_id, std::uint32_t round,
-             CommitActions& out);
+             CommitWord word, CommitActions& out);
   void answered(std::int64_t now_ns, std::uint32_t mate, std::uint64_t sync_id, std::uint32_t round,
                 CommitWord word, CommitActions& out);
   // The mate's process is gone, or cannot be reached.
   void unreachable(std::int64_t now_ns, std::uint32_t mate, CommitActions& out);
   void tick(std::int64_t now_ns, CommitActions& out);
 
-  // Whether a sync is being decided: bounded by answer_within for each round in which a mate falls silent.
+  // Whether a sync is being decided, or was committed without the sender and mates are still being told:
+  // until then this worker must be there to answer them. Bounded by answer_within for each round in which a
+  // mate falls silent.
   bool deciding() const;
 
  private:

@@ -69,7 +69,12 @@ TEST(Commit, FollowsTheSender) {
   EXPECT_EQ(b.machine.finish(1, b.out), Status());
   EXPECT_EQ(b.all<Commit>().size(), 1u) << "twice";
   b.machine.sender_lost(0, kLost, b.out);
-  EXPECT_EQ(b.out.size(), 1u) << "it was decided";
+  EXPECT_EQ(b.all<Commit>().size(), 1u) << "it was decided";
+  ASSERT_EQ(b.all<AskMate>().size(), 1u) << "its mate is told";
+  EXPECT_EQ(b.all<AskMate>()[0].word, CommitWord::kCommitted);
+  EXPECT_TRUE(b.machine.deciding()) << "it stays until the mate has answered";
+  b.machine.answered(0, 1, 1, 0, CommitWord::kCommitted, b.out);
+  EXPECT_FALSE(b.machine.deciding());
 }
 
 TEST(Commit, AFailedUpdateIsNotCommitted) {
@@ -111,8 +116,10 @@ TEST(Commit, OneMateThatCommittedIsEnough) {
   b.machine.answered(1, 2, 1, 1, CommitWord::kUndecided, b.out);
   b.machine.answered(1, 3, 1, 1, CommitWord::kCommitted, b.out);
   EXPECT_EQ(b.all<Commit>().size(), 1u);
-  EXPECT_FALSE(b.machine.deciding());
+  EXPECT_TRUE(b.machine.deciding()) << "the others are being told";
+  b.machine.unreachable(1, 2, b.out);
   b.machine.answered(1, 1, 1, 1, CommitWord::kAborted, b.out);
+  EXPECT_FALSE(b.machine.deciding());
   EXPECT_THAT(b.all<Abort>(), IsEmpty());
   EXPECT_EQ(b.machine.finish(1, b.out), Status()) << "late, and no news";
   EXPECT_EQ(b.all<Commit>().size(), 1u);
@@ -163,23 +170,23 @@ TEST(Commit, SilentMatesAreTakenForDead) {
 TEST(Commit, WhoeverIsAskedIsFenced) {
   Bench updating;
   ASSERT_EQ(updating.machine.start(1), Status());
-  updating.machine.asked(0, 1, 1, 1, updating.out);
+  updating.machine.asked(0, 1, 1, 1, CommitWord::kUndecided, updating.out);
   EXPECT_EQ(updating.word(), CommitWord::kAborted);
-  EXPECT_THAT(updating.aborted(), HasSubstr("worker 1 has lost the sender"));
+  EXPECT_THAT(updating.aborted(), HasSubstr("worker 1 has lost trainer 0"));
   updating.machine.update_done(1, Status());
-  EXPECT_THAT(updating.machine.finish(1, updating.out).message(), HasSubstr("worker 1 has lost the sender"));
+  EXPECT_THAT(updating.machine.finish(1, updating.out).message(), HasSubstr("worker 1 has lost trainer 0"));
 
   Bench prepared;
   prepared.prepare(1);
-  prepared.machine.asked(0, 1, 1, 1, prepared.out);
+  prepared.machine.asked(0, 1, 1, 1, CommitWord::kUndecided, prepared.out);
   EXPECT_THAT(prepared.asked(), ElementsAre(1u)) << "it asks as well";
   EXPECT_EQ(prepared.word(), CommitWord::kUndecided);
-  EXPECT_THAT(prepared.machine.finish(1, prepared.out).message(), HasSubstr("worker 1 has lost the sender"));
+  EXPECT_THAT(prepared.machine.finish(1, prepared.out).message(), HasSubstr("worker 1 has lost trainer 0"));
   prepared.machine.answered(0, 1, 1, 1, CommitWord::kUndecided, prepared.out);
   EXPECT_THAT(prepared.aborted(), HasSubstr("no mate has committed"));
 
   Bench early;
-  early.machine.asked(0, 1, 3, 1, early.out);  // not started here yet
+  early.machine.asked(0, 1, 3, 1, CommitWord::kUndecided, early.out);  // not started here yet
   EXPECT_EQ(early.word(), CommitWord::kAborted);
   EXPECT_THAT(early.machine.start(3).message(), HasSubstr("sync 3 will not be committed"));
   EXPECT_EQ(early.machine.start(4), Status());
@@ -188,11 +195,11 @@ TEST(Commit, WhoeverIsAskedIsFenced) {
   committed.prepare(1);
   EXPECT_EQ(committed.machine.finish(1, committed.out), Status());
   committed.take();
-  committed.machine.asked(0, 1, 1, 1, committed.out);
+  committed.machine.asked(0, 1, 1, 1, CommitWord::kUndecided, committed.out);
   EXPECT_EQ(committed.word(), CommitWord::kCommitted);
   committed.take();
   ASSERT_EQ(committed.machine.start(2), Status());
-  committed.machine.asked(0, 1, 1, 1, committed.out);
+  committed.machine.asked(0, 1, 1, 1, CommitWord::kUndecided, committed.out);
   EXPECT_EQ(committed.word(), CommitWord::kCommitted) << "the last one that was";
 }
 
@@ -200,7 +207,7 @@ TEST(Commit, AQuestionOfALaterRoundWaitsForIt) {
   Bench b({1, 2});
   b.prepare(1);
   b.machine.sender_lost(0, kLost, b.out);
-  b.machine.asked(0, 1, 1, 2, b.out);
+  b.machine.asked(0, 1, 1, 2, CommitWord::kUndecided, b.out);
   EXPECT_THAT(b.all<AnswerMate>(), IsEmpty());
   b.machine.answered(0, 1, 1, 1, CommitWord::kUndecided, b.out);
   b.machine.answered(0, 2, 1, 1, CommitWord::kUndecided, b.out);
@@ -211,7 +218,7 @@ TEST(Commit, AQuestionOfALaterRoundWaitsForIt) {
   Bench later({1, 2});
   later.prepare(1);
   later.machine.sender_lost(0, kLost, later.out);
-  later.machine.asked(0, 1, 1, 2, later.out);
+  later.machine.asked(0, 1, 1, 2, CommitWord::kUndecided, later.out);
   later.machine.answered(0, 2, 1, 1, CommitWord::kCommitted, later.out);
   EXPECT_EQ(later.word(), CommitWord::kCommitted);
 }
@@ -254,6 +261,7 @@ class Replica {
     while (true) {
       const std::vector<std::pair<std::uint32_t, std::uint32_t>> links = busy_links();
       if (events_.empty() && links.empty()) break;
+      if (random_.chance(0.2)) leave(static_cast<std::uint32_t>(random_.below(workers_.size())));
       if (deaths > 0 && random_.chance(0.05)) {
         --deaths;
         die(static_cast<std::uint32_t>(random_.below(workers_.size())));
@@ -271,6 +279,8 @@ class Replica {
   struct Worker {
     std::optional<CommitMachine> machine;
     bool alive = true;
+    bool left = false;    // of its own accord, when its sync had ended
+    bool orphan = false;  // has lost the sender
     std::optional<bool> committed;
   };
   const std::vector<Worker>& workers() const { return workers_; }
@@ -306,6 +316,7 @@ class Replica {
       (void)workers_[worker].machine->finish(1, out).ok();
     } else {
       workers_[worker].machine->sender_lost(0, kLost, out);
+      workers_[worker].orphan = true;
     }
     perform(worker, out);
   }
@@ -315,7 +326,7 @@ class Replica {
     const auto [from, to] = link;
     CommitActions out;
     CommitMachine& machine = *workers_[to].machine;
-    if (message.kind == Message::kAsk) machine.asked(0, from, 1, message.round, out);
+    if (message.kind == Message::kAsk) machine.asked(0, from, 1, message.round, message.word, out);
     if (message.kind == Message::kAnswer) machine.answered(0, from, 1, message.round, message.word, out);
     if (message.kind == Message::kDeath) machine.unreachable(0, from, out);
     perform(to, out);
@@ -323,7 +334,7 @@ class Replica {
   void perform(std::uint32_t me, const CommitActions& out) {
     for (const CommitAction& action : out) {
       if (const auto* ask = std::get_if<AskMate>(&action)) {
-        links_[{me, ask->mate}].push_back({Message::kAsk, ask->round});
+        links_[{me, ask->mate}].push_back({Message::kAsk, ask->round, ask->word});
         // Whoever connects to a dead one is told.
         if (!workers_[ask->mate].alive) links_[{ask->mate, me}].push_back({Message::kDeath});
       }
@@ -336,6 +347,16 @@ class Replica {
   void decided(std::uint32_t me, bool commit) {
     EXPECT_FALSE(workers_[me].committed.has_value()) << "twice";
     workers_[me].committed = commit;
+  }
+  // A worker that has lost the sender ends with its sync; what it had sent arrives.
+  void leave(std::uint32_t worker) {
+    Worker& me = workers_[worker];
+    if (!me.alive || !me.orphan || !me.committed || me.machine->deciding()) return;
+    me.alive = false;
+    me.left = true;
+    for (std::uint32_t mate = 0; mate < workers_.size(); ++mate) {
+      if (mate != worker) links_[{worker, mate}].push_back({Message::kDeath});
+    }
   }
   void die(std::uint32_t worker) {
     if (!workers_[worker].alive) return;
@@ -371,7 +392,7 @@ TEST(Commit, TheLivingAgree) {
     std::optional<bool> common;
     for (std::uint32_t w = 0; w < size; ++w) {
       const Replica::Worker& worker = replica.workers()[w];
-      if (!worker.alive) continue;
+      if (!worker.alive && !worker.left) continue;
       ASSERT_TRUE(worker.committed.has_value()) << "seed " << seed << ": worker " << w << " waits for ever";
       if (!common) common = worker.committed;
       ASSERT_EQ(*worker.committed, *common) << "seed " << seed << ": worker " << w << " of " << size;

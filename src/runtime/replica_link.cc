@@ -88,6 +88,7 @@ void ReplicaLink::unreachable(std::uint32_t mate, const Status& why) {
   // Posted: the machine may be in the middle of the event that asked.
   progress_.post([this, mate] {
     drive([&](std::int64_t now, CommitActions& out) { machine_.unreachable(now, mate, out); });
+    hooks_.settled();
   });
 }
 
@@ -110,12 +111,13 @@ bool ReplicaLink::on_message(EndpointId endpoint, const HotHeader& header, const
   if (mate->second.incarnation != header.incarnation) return refuse("it is of another life");
   if (header.target != consumer_) return refuse("it takes this worker for another one");
   if (from != from_mates_.end()) {
-    if (header.type != HotType::kAsk || header.length != 0) return refuse("it asks nothing");
+    const auto word = decode_outcome(payload, header.length);
+    if (header.type != HotType::kAsk || !word.ok()) return refuse("it asks nothing");
     if (from->second != kUnknown && from->second != header.consumer)
       return refuse("it was another worker before");
     from->second = header.consumer;
     drive([&](std::int64_t now, CommitActions& out) {
-      machine_.asked(now, header.consumer, header.sync_id, header.seq, out);
+      machine_.asked(now, header.consumer, header.sync_id, header.seq, static_cast<CommitWord>(*word), out);
     });
     return true;
   }
@@ -171,9 +173,11 @@ void ReplicaLink::ask(Mate& mate) {
     mate.endpoint = *endpoint;
     to_mates_[*endpoint] = id;
   }
+  const std::vector<std::byte> payload = encode_outcome(static_cast<std::uint8_t>(mate.asked.word));
   // A send that fails is followed by on_closed.
   progress_.transport()
-      .send(mate.endpoint, header(HotType::kAsk, mate.asked.sync_id, id, mate.asked.round), nullptr, 0)
+      .send(mate.endpoint, header(HotType::kAsk, mate.asked.sync_id, id, mate.asked.round), payload.data(),
+            payload.size())
       .ignore();
 }
 

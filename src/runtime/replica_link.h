@@ -27,6 +27,8 @@ struct ReplicaHooks {
   // The sync is decided. Called within the event that decided it: what arrives next must find it so.
   std::function<void(std::uint64_t sync_id)> commit;
   std::function<void(std::uint64_t sync_id, const Status& why)> abort;
+  // deciding() may have ended with a mate that is gone.
+  std::function<void()> settled = [] {};
 };
 
 class ReplicaLink {

@@ -131,8 +131,8 @@ struct Worker::Impl final : TransportSink {
   void deliver(std::uint64_t sync_id, const Status& status);
   void push_result(std::uint64_t version, const Status& status, const WorkerReport& report);
   void end(const Status& why);
-  // Whether the running sync may have been committed by a mate, or is being committed here: it has an end of
-  // its own, which serve() tells before the fleet's.
+  // Whether the running sync may have been committed by a mate, or is being committed here, or mates are being
+  // told: it has an end of its own, which serve() tells before the fleet's.
   bool being_decided() const;
   void end_if_decided();
   void send(const Member& to, ControlBody body) { control->send(to, std::move(body)).ignore(); }
@@ -280,6 +280,7 @@ Status Worker::Impl::meet_mates() {
   hooks.announce = [this](std::uint32_t mate, const std::string& address) {
     send({Role::kWorker, mate}, MateListens{address});
   };
+  hooks.settled = [this] { end_if_decided(); };
   hooks.commit = [this](std::uint64_t sync_id) {
     const Status status = engine->finish_update(sync_id);
     if (!status.ok()) {
@@ -453,6 +454,7 @@ void Worker::Impl::end(const Status& why) {
 }
 
 bool Worker::Impl::being_decided() const {
+  if (replica != nullptr && replica->deciding()) return true;
   if (engine == nullptr || delivered) return false;
   const WorkerState state = engine->machine().state();
   return state == WorkerState::kPrepared || state == WorkerState::kCommitting;
@@ -627,12 +629,15 @@ void Worker::Impl::on_lost(const Member& member, const Status& why) {
 void Worker::Impl::on_tick() {
   if (engine) engine->tick();
   if (replica) replica->tick();
+  end_if_decided();
   after_event();
 }
 
 void Worker::Impl::on_message(EndpointId endpoint, const HotHeader& header, const std::byte* bytes) {
-  if (!replica || !replica->on_message(endpoint, header, bytes)) {
-    if (engine) engine->on_message(endpoint, header, bytes);
+  if (replica && replica->on_message(endpoint, header, bytes)) {
+    end_if_decided();
+  } else if (engine) {
+    engine->on_message(endpoint, header, bytes);
   }
   after_event();
 }

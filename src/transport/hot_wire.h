@@ -31,7 +31,7 @@ enum class HotType : std::uint8_t {
   kFail = 5,        // producer -> consumer; payload: code and message
   kFree = 6,        // consumer -> producer; payload: groups (FreePayload)
   kFreeAck = 7,     // producer -> consumer; payload: the groups now known to be signalled
-  kAsk = 8,         // consumer -> its mate `target`: how did the sync end? Round `seq`
+  kAsk = 8,         // consumer -> its mate `target`: how did the sync end? Round `seq`; payload: its own word
   kOutcome = 9,     // back, of the same round; payload: one word (CommitWord)
 };
 
