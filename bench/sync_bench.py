@@ -6,7 +6,10 @@ warm-up: wall time, the limit, their ratio with its spread, and the time of the 
 memcpy, probed right before and after each sync; that of cma is process_vm_readv of the same keys, one reader a worker,
 probed after; neither sums what it reads, which "no sums" leaves out too. Syncs whose two probes of memcpy differ by more than 15 % are dropped and counted.
 
-    bench/sync_bench.py SHARDPULL [--shape qwen3-0.6b:scaled] [--syncs 9] [--quick]
+    bench/sync_bench.py SHARDPULL [--shape qwen3-0.6b:scaled] [--syncs 9] [--quick] [--trace]
+
+With --trace it compares instead: each path is run with and without a trace in turn, and the table says how much longer its
+syncs take, by the medians of their ratios to the limit.
 """
 import argparse
 import json
@@ -15,6 +18,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 
 CMA = ["--transport", "cma", "--export-pack-limit", "0"]
 # name, flags, the field of a sync's report that holds the limit
@@ -37,24 +41,47 @@ def run(shardpull, arguments):
     return json.loads(done.stdout)
 
 
+def steady_syncs(report):
+    measured = report["syncs"][1:]
+    return [sync for sync in measured if sync["memcpy_steady"]] or measured
+
+
+def compare_traced(shardpull, fleet, rounds=5):
+    print(f"{'path':<26}{'plain':>8}{'traced':>8}{'cost':>8}{'syncs':>10}")
+    with tempfile.TemporaryDirectory() as directory:
+        trace = ["--trace", os.path.join(directory, "trace.json")]
+        for name, flags, limit in CASES:
+            ratios = {False: [], True: []}
+            for number in range(2 * rounds):
+                traced = number % 4 in (1, 2)  # plain, traced, traced, plain: a drift of the machine cancels
+                report = run(shardpull, [*fleet, *flags, *(trace if traced else [])])
+                ratios[traced] += [sync["wall_s"] / sync[limit] for sync in steady_syncs(report)]
+            plain, with_trace = (statistics.median(ratios[traced]) for traced in (False, True))
+            print(f"{name:<26}{plain:>8.2f}{with_trace:>8.2f}{100 * (with_trace / plain - 1):>7.1f}%"
+                  f"{f'{len(ratios[False])}+{len(ratios[True])}':>10}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shardpull", help="the shardpull command")
     parser.add_argument("--shape", default="qwen3-0.6b:scaled")
     parser.add_argument("--syncs", type=int, default=9, help="per path, the first is warm-up")
     parser.add_argument("--quick", action="store_true", help="tiny shape, three syncs: does it run at all")
+    parser.add_argument("--trace", action="store_true", help="compare syncs with a trace to those without")
     given = parser.parse_args()
     shape, syncs = ("qwen3-0.6b:tiny", 3) if given.quick else (given.shape, given.syncs)
 
     print(f"{shape}, trainer pp=2, inference tp=2, {syncs - 1} syncs a path after one warm-up; "
           f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}")
+    if given.trace:
+        return compare_traced(given.shardpull, ["--shape", shape, "--trainer", "pp=2", "--inference", "tp=2", "--syncs", str(syncs)])
     print(f"{'path':<26}{'wall':>10}{'limit':>10}{'export':>10}{'ratio':>8}{'spread':>16}{'less export':>13}{'steady':>8}")
     for name, flags, limit in CASES:
         report = run(given.shardpull, ["--shape", shape, "--trainer", "pp=2", "--inference", "tp=2",
                                        "--syncs", str(syncs), *flags])
         measured = report["syncs"][1:]
         steady = [sync for sync in measured if sync["memcpy_steady"]]
-        used = steady or measured
+        used = steady_syncs(report)
         ratios = sorted(sync["wall_s"] / sync[limit] for sync in used)
         less_export = [(sync["wall_s"] - sync["export_copy_s"]) / sync[limit] for sync in used]
 

@@ -47,6 +47,10 @@ struct TrainerOptions {
   // what it has yielded fails the sync.
   Integrity integrity = Integrity::kWire;
   std::string settings = {};  // as FleetOptions::settings, of the ranks alone
+  // A file to write the timelines of all syncs to, in Trace Event JSON (Perfetto, chrome://tracing); empty:
+  // none. Created, or emptied, by Trainer::create, which refuses what it cannot write. The sender's holds the
+  // whole fleet, another rank's its own part. Complete after each send_weights.
+  std::string trace_file = {};
 };
 
 // Of one sync; the same on every rank.

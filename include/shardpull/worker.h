@@ -54,6 +54,7 @@ struct WorkerOptions {
   // A bake made before (read_recording, shardpull/recording.h): the model's loaders are not run. Its modules
   // and parameters must be the model's. Null: bake.
   std::shared_ptr<const Recording> recording = nullptr;
+  std::string trace_file = {};  // as TrainerOptions::trace_file, for this worker's part alone
 };
 
 // Thread-compatible.

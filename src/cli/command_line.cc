@@ -331,6 +331,13 @@ void add_launcher_fd(CLI::App& app, int& fd) {
   add_integer(app, "--launcher-fd", fd, -1, 1 << 20, "")->group("");  // hidden: for the launcher
 }
 
+void add_trace(CLI::App& app, std::string& file, const char* of_what) {
+  app.add_option("--trace", file,
+                 fmt::format("Write when what happened in each sync {} here, for ui.perfetto.dev", of_what))
+      ->check(not_empty)
+      ->type_name("FILE");
+}
+
 void add_withhold(CLI::App& app, std::vector<std::string>& names) {
   app.add_option("--withhold", names, "No rank holds this tensor (to see what happens then); may be repeated")
       ->type_name("NAME")
@@ -623,6 +630,7 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
   sync_app->add_option("--dump", sync.dump, "Write worker-<id>.safetensors here after the last sync")
       ->check(not_empty)
       ->type_name("DIR");
+  add_trace(*sync_app, sync.trace, "of the fleet");
   sync_app->add_flag("--json", sync.json, "One JSON object on standard output");
 
   TrainerArguments trainer;
@@ -645,6 +653,7 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
              "When a worker is lost: the syncs fail and the fleet ends, or they go on without its replica until "
              "it is started again");
   add_withhold(*trainer_app, trainer.withhold);
+  add_trace(*trainer_app, trainer.trace, "of the fleet (rank 0), or of this rank,");
   add_launcher_fd(*trainer_app, trainer.process.launcher_fd);
 
   WorkerArguments worker;
@@ -663,6 +672,7 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
   worker_app->add_option("--dump", worker.dump, "Write worker-<id>.safetensors here at the end")
       ->check(not_empty)
       ->type_name("DIR");
+  add_trace(*worker_app, worker.trace, "of this worker");
   add_launcher_fd(*worker_app, worker.process.launcher_fd);
 
   DoctorArguments doctor;

@@ -100,7 +100,8 @@ struct SyncArguments {
   std::vector<std::string> recordings;  // as of plan
   std::vector<std::string> withhold;
   bool verify = false;
-  std::string dump;  // a directory, or empty
+  std::string dump;   // a directory, or empty
+  std::string trace;  // a file, or empty
   bool json = false;
 };
 
@@ -113,6 +114,7 @@ struct TrainerArguments {
   std::uint32_t rank = 0;
   bool verify = false;            // the sender waits for the workers' verdicts and reports them
   bool any_architecture = false;  // the checkpoint is not compared with what a family implies
+  std::string trace;              // a file, or empty
   OnConsumerLoss on_consumer_loss = OnConsumerLoss::kFail;  // kContinue: not with names
 };
 
@@ -124,6 +126,7 @@ struct WorkerArguments {
   std::vector<std::string> recordings;  // as of plan, or this worker's alone
   bool verify = false;
   std::string dump;
+  std::string trace;  // a file, or empty
 };
 
 struct DoctorArguments {

@@ -34,6 +34,7 @@
 #include "cli/run_directory.h"
 #include "cli/supervisor.h"
 #include "cli/sync_report.h"
+#include "observe/trace_file.h"
 
 namespace shardpull::cli {
 namespace {
@@ -80,6 +81,7 @@ class FleetRun {
       std::vector<std::string> words = {"trainer", "--rank", fmt::format("{}", rank)};
       append(words, to_flags(arguments_.versions));
       if (arguments_.verify) words.push_back("--verify");
+      if (rank == 0 && !arguments_.trace.empty()) append(words, {"--trace", arguments_.trace});
       if (!arguments_.recordings.empty()) words.push_back("--any-architecture");
       for (const std::string& name : arguments_.withhold) append(words, {"--withhold", name});
       if (auto failed = start(fmt::format("trainer {}", rank), std::move(words), model, fleet_directory)) {
@@ -215,13 +217,10 @@ class FleetRun {
       auto memory = memory_report_from_json(one);
       if (memory.ok()) report_.processes.push_back(std::move(*memory));
     }
-    progress_.line(fmt::format(
-        "sync {}/{}: version {}, {} in {} ({}){}", outcome->sync, arguments_.versions.syncs, outcome->version,
-        format_bytes(outcome->bytes_moved()), format_duration_ns(static_cast<std::int64_t>(outcome->wall_ns)),
-        format_rate(outcome->bytes_moved(), static_cast<std::int64_t>(outcome->wall_ns)),
-        !outcome->verified() ? ""
-        : outcome->exact()   ? ", exact"
-                             : ", NOT exact"));
+    progress_.line(fmt::format("sync {}/{}: {}{}", outcome->sync, arguments_.versions.syncs, outcome->summary,
+                               !outcome->verified() ? ""
+                               : outcome->exact()   ? ", exact"
+                                                    : ", NOT exact"));
     report_.syncs.push_back(std::move(*outcome));
     through_.assign(trainers_, 0);
   }
@@ -286,6 +285,10 @@ std::optional<RunError> generate_model(const SyncArguments& arguments, const std
 std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress, RunReport& report,
                              std::vector<std::string>& child_lines) {
   const auto failed = [](const Status& status) { return RunError{"", status.message()}; };
+  if (!arguments.trace.empty()) {  // the sender writes it, long after a wrong name could have been told
+    const auto trace = TraceFile::create(arguments.trace);
+    if (!trace.ok()) return failed(trace.status());
+  }
   auto supervisor = Supervisor::make();
   if (!supervisor.ok()) return failed(supervisor.status());
   if (const Status prepared = prepare_host(); !prepared.ok()) return failed(prepared);

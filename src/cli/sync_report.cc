@@ -26,6 +26,34 @@ json to_json(const VerdictReport& verdict) {
           {"bytes", verdict.bytes}};
 }
 
+// Phases by their number, as only this build's processes read them.
+json to_json(const std::vector<PhaseTime>& phases) {
+  json out = json::array();
+  for (const PhaseTime& each : phases)
+    out.push_back({static_cast<int>(each.phase), each.charged_ns, each.active_ns, each.count});
+  return out;
+}
+
+std::vector<PhaseTime> phases_from(const json& from) {
+  std::vector<PhaseTime> phases;
+  for (const json& each : from) {
+    const auto phase = std::clamp(each.at(0).get<int>(), 0, static_cast<int>(Phase::kEngine));
+    phases.push_back({static_cast<Phase>(phase), each.at(1), each.at(2), each.at(3)});
+  }
+  return phases;
+}
+
+// As people and programs read them.
+ordered_json named(const std::vector<PhaseTime>& phases) {
+  ordered_json out = ordered_json::object();
+  for (const PhaseTime& each : phases) {
+    out[std::string(to_string(each.phase))] = {{"charged_s", seconds(static_cast<double>(each.charged_ns))},
+                                               {"active_s", seconds(static_cast<double>(each.active_ns))},
+                                               {"count", each.count}};
+  }
+  return out;
+}
+
 VerdictReport verdict_from(const json& from) {
   return {.exact = from.at("exact"),
           .error = from.at("error"),
@@ -158,6 +186,10 @@ json to_json(const SyncOutcome& outcome) {
     json one = {{"consumer", worker.report.consumer},       {"bytes_kept", worker.report.bytes_kept},
                 {"bytes_moved", worker.report.bytes_moved}, {"update_ns", worker.report.update_ns},
                 {"copy_ns", worker.report.copy_ns},         {"padding_bytes", worker.report.padding_bytes}};
+    one["commit_ns"] = worker.report.commit_ns;
+    one["phases"] = to_json(worker.report.phases);
+    one["waited_for"] = worker.report.waited_for;
+    one["waited_ns"] = worker.report.waited_ns;
     if (worker.verdict) one["verdict"] = to_json(*worker.verdict);
     workers.push_back(std::move(one));
   }
@@ -168,13 +200,12 @@ json to_json(const SyncOutcome& outcome) {
                      {"export_bytes", rank.export_bytes},
                      {"peak_resident_bytes", rank.peak_resident_bytes},
                      {"packs", rank.packs},
-                     {"packed_bytes", rank.packed_bytes}});
+                     {"packed_bytes", rank.packed_bytes},
+                     {"wall_ns", rank.wall_ns},
+                     {"phases", to_json(rank.phases)}});
   }
-  return {{"sync", outcome.sync},
-          {"version", outcome.version},
-          {"wall_ns", outcome.wall_ns},
-          {"workers", std::move(workers)},
-          {"ranks", std::move(ranks)}};
+  return {{"sync", outcome.sync},       {"version", outcome.version},    {"wall_ns", outcome.wall_ns},
+          {"summary", outcome.summary}, {"workers", std::move(workers)}, {"ranks", std::move(ranks)}};
 }
 
 Result<SyncOutcome> sync_outcome_from_json(const json& from) {
@@ -183,6 +214,7 @@ Result<SyncOutcome> sync_outcome_from_json(const json& from) {
     outcome.sync = from.at("sync");
     outcome.version = from.at("version");
     outcome.wall_ns = from.at("wall_ns");
+    outcome.summary = from.at("summary");
     for (const json& worker : from.at("workers")) {
       WorkerOutcome& one = outcome.workers.emplace_back();
       one.report.consumer = worker.at("consumer");
@@ -191,6 +223,10 @@ Result<SyncOutcome> sync_outcome_from_json(const json& from) {
       one.report.update_ns = worker.at("update_ns");
       one.report.copy_ns = worker.at("copy_ns");
       one.report.padding_bytes = worker.at("padding_bytes");
+      one.report.commit_ns = worker.at("commit_ns");
+      one.report.phases = phases_from(worker.at("phases"));
+      one.report.waited_for = worker.at("waited_for");
+      one.report.waited_ns = worker.at("waited_ns");
       if (worker.contains("verdict")) one.verdict = verdict_from(worker.at("verdict"));
     }
     for (const json& rank : from.at("ranks")) {
@@ -201,6 +237,8 @@ Result<SyncOutcome> sync_outcome_from_json(const json& from) {
       one.peak_resident_bytes = rank.at("peak_resident_bytes");
       one.packs = rank.at("packs");
       one.packed_bytes = rank.at("packed_bytes");
+      one.wall_ns = rank.at("wall_ns");
+      one.phases = phases_from(rank.at("phases"));
     }
     return outcome;
   } catch (const json::exception&) {
@@ -350,6 +388,7 @@ std::string to_json_text(const RunReport& report) {
     one["sync"] = sync.sync;
     one["version"] = sync.version;
     one["wall_s"] = seconds(static_cast<double>(sync.wall_ns));
+    one["summary"] = sync.summary;
     one["bytes_kept"] = sync.bytes_kept();
     one["bytes_moved"] = sync.bytes_moved();
     one["padding_bytes"] = sync.padding_bytes();
@@ -377,6 +416,11 @@ std::string to_json_text(const RunReport& report) {
       w["bytes_moved"] = worker.report.bytes_moved;
       w["update_s"] = seconds(static_cast<double>(worker.report.update_ns));
       w["copy_s"] = seconds(static_cast<double>(worker.report.copy_ns));
+      w["commit_s"] = seconds(static_cast<double>(worker.report.commit_ns));
+      w["phases"] = named(worker.report.phases);
+      w["waited_for_rank"] =
+          worker.report.waited_ns != 0 ? ordered_json(worker.report.waited_for) : ordered_json(nullptr);
+      w["waited_s"] = seconds(static_cast<double>(worker.report.waited_ns));
       w["exact"] = worker.verdict ? ordered_json(worker.verdict->exact) : ordered_json(nullptr);
       one["workers"].push_back(std::move(w));
     }
@@ -389,6 +433,8 @@ std::string to_json_text(const RunReport& report) {
       r["peak_resident_bytes"] = rank.peak_resident_bytes;
       r["packs"] = rank.packs;
       r["packed_bytes"] = rank.packed_bytes;
+      r["wall_s"] = seconds(static_cast<double>(rank.wall_ns));
+      r["phases"] = named(rank.phases);
       one["ranks"].push_back(std::move(r));
     }
     out["syncs"].push_back(std::move(one));

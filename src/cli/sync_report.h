@@ -56,6 +56,7 @@ struct SyncOutcome {
   std::uint32_t sync = 0;  // 1, 2, ...
   std::uint64_t version = 0;
   std::uint64_t wall_ns = 0;
+  std::string summary;                 // summary_line()
   std::vector<WorkerOutcome> workers;  // by consumer
   std::vector<RankReport> ranks;       // by rank
 

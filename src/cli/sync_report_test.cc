@@ -17,6 +17,7 @@ SyncOutcome outcome(std::uint32_t sync, bool exact) {
   out.sync = sync;
   out.version = sync - 1;
   out.wall_ns = 2'000'000;
+  out.summary = "version 1, slowest \"worker 0\"";
   for (std::uint32_t id = 0; id < 2; ++id) {
     WorkerOutcome worker;
     worker.report = {.consumer = id,
@@ -25,6 +26,10 @@ SyncOutcome outcome(std::uint32_t sync, bool exact) {
                      .update_ns = 7,
                      .copy_ns = 5,
                      .padding_bytes = 3};
+    worker.report.commit_ns = 2;
+    worker.report.phases = {{Phase::kTransfer, 6, 8, 2}, {Phase::kCommit, 3, 3, 1}};
+    worker.report.waited_for = 1;
+    worker.report.waited_ns = id;
     worker.verdict =
         VerdictReport{.exact = exact, .error = exact ? "" : "differs", .parameters = 500, .bytes = 1128};
     out.workers.push_back(worker);
@@ -40,7 +45,9 @@ SyncOutcome outcome(std::uint32_t sync, bool exact) {
                 .export_bytes = 200,
                 .peak_resident_bytes = 8,
                 .packs = 5,
-                .packed_bytes = 60}};
+                .packed_bytes = 60,
+                .wall_ns = 90,
+                .phases = {{Phase::kSource, 90, 90, 4}}}};
   return out;
 }
 
@@ -55,6 +62,11 @@ TEST(SyncReport, AnOutcomeSurvivesItsJson) {
   EXPECT_EQ(read->export_bytes(), 300u);
   EXPECT_EQ(read->packs(), 9u);
   EXPECT_EQ(read->packed_bytes(), 130u);
+  EXPECT_EQ(read->summary, sent.summary);
+  EXPECT_EQ(read->workers[1].report.phases, sent.workers[1].report.phases);
+  EXPECT_EQ(read->workers[1].report.waited_ns, 1u);
+  EXPECT_EQ(read->ranks[1].phases, sent.ranks[1].phases);
+  EXPECT_EQ(read->ranks[1].wall_ns, 90u);
   EXPECT_TRUE(read->exact());
   EXPECT_FALSE(sync_outcome_from_json(nlohmann::json::array()).ok());
   EXPECT_FALSE(sync_outcome_from_json({{"sync", "three"}}).ok());
@@ -116,6 +128,12 @@ TEST(SyncReport, JsonSaysWhatIsNotKnown) {
   EXPECT_TRUE(json["syncs"][0]["memcpy_limit_s"].is_null());
   EXPECT_TRUE(json["syncs"][0]["ratio"].is_null());
   EXPECT_EQ(json["syncs"][0]["wall_s"], 0.002);
+  EXPECT_EQ(json["syncs"][0]["summary"], outcome(1, false).summary);
+  const auto& workers = json["syncs"][0]["workers"];
+  EXPECT_EQ(workers[1]["phases"]["transfer"]["charged_s"], 6e-9);
+  EXPECT_EQ(workers[1]["waited_for_rank"], 1);
+  EXPECT_TRUE(workers[0]["waited_for_rank"].is_null());
+  EXPECT_EQ(json["syncs"][0]["ranks"][1]["phases"]["source"]["count"], 4);
   EXPECT_FALSE(json.contains("error"));
 }
 

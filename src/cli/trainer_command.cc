@@ -71,7 +71,8 @@ class TrainerRun {
                          .on_consumer_loss = arguments_.on_consumer_loss,
                          .publish = arguments_.fleet.trainer.publish,
                          .integrity = arguments_.fleet.integrity,
-                         .settings = fmt::format("{}", fmt::join(to_flags(arguments_.versions), " "))}));
+                         .settings = fmt::format("{}", fmt::join(to_flags(arguments_.versions), " ")),
+                         .trace_file = arguments_.trace}));
     trainer_ = trainer.get();
     SHARDPULL_ASSIGN_OR_RETURN(
         const std::unique_ptr<CheckpointSource> source,
@@ -205,6 +206,7 @@ class TrainerRun {
     outcome.sync = sync;
     outcome.version = from.version;
     outcome.wall_ns = from.wall_ns;
+    outcome.summary = summary_line(from);
     outcome.ranks = from.ranks;
     nlohmann::json processes = nlohmann::json::array();
     report_.processes.clear();
@@ -220,11 +222,7 @@ class TrainerRun {
     }
     launcher_.send({{"event", "sync"}, {"outcome", to_json(outcome)}, {"processes", std::move(processes)}});
     if (!launcher_.attached()) {
-      std::fprintf(stdout, "sync %u: version %llu, %s in %s (%s)%s%s\n", sync,
-                   static_cast<unsigned long long>(outcome.version),
-                   format_bytes(outcome.bytes_moved()).c_str(),
-                   format_duration_ns(static_cast<std::int64_t>(outcome.wall_ns)).c_str(),
-                   format_rate(outcome.bytes_moved(), static_cast<std::int64_t>(outcome.wall_ns)).c_str(),
+      std::fprintf(stdout, "sync %u: %s%s%s\n", sync, outcome.summary.c_str(),
                    !outcome.verified() ? ""
                    : outcome.exact()   ? ", exact"
                                        : ", NOT exact",

@@ -55,7 +55,8 @@ class WorkerRun {
                                                 .path = arguments_.fleet.path,
                                                 .apply = arguments_.fleet.apply,
                                                 .bake = {},
-                                                .recording = recording_},
+                                                .recording = recording_,
+                                                .trace_file = arguments_.trace},
                                                *model));
     worker_ = worker.get();
     const Status served =

@@ -1,6 +1,7 @@
 #include "observe/consumer_log.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace shardpull {
 
@@ -10,14 +11,17 @@ void ConsumerLog::begin_sync(std::size_t items) {
   log_.reset(kSpansAnItem * (items + 1));
   windows_.clear();
   pulls_.clear();
+  updating_ = committing_ = false;
   last_asked_ = kNoItem;
 }
 
 void ConsumerLog::begin_update(std::int64_t now_ns) {
+  updating_ = true;
   update_ns_ = line_ns_ = last_work_ns_ = now_ns;
 }
 
 void ConsumerLog::end_update(std::int64_t now_ns) {
+  if (!std::exchange(updating_, false)) return;
   for (auto& [id, pull] : pulls_) {
     if (pull.waiting) answered(id.first, id.second, now_ns);
   }
@@ -27,10 +31,12 @@ void ConsumerLog::end_update(std::int64_t now_ns) {
 }
 
 void ConsumerLog::begin_commit(std::int64_t now_ns) {
+  committing_ = true;
   commit_ns_ = now_ns;
 }
 
 void ConsumerLog::end_commit(std::int64_t now_ns) {
+  if (!std::exchange(committing_, false)) return;
   windows_.push_back({commit_ns_, now_ns, Phase::kCommit});
 }
 
@@ -90,6 +96,19 @@ void ConsumerLog::worked(const Span& span) {
   if (span.end_ns <= span.begin_ns) return;
   last_work_ns_ = std::max(last_work_ns_, span.end_ns);
   log_.add(span);
+}
+
+void ConsumerLog::fill(WorkerReport& report) const {
+  const Charged charged = charge(log_.spans(), windows_);
+  report.commit_ns = 0;
+  for (const Window& window : windows_) {
+    if (window.rest == Phase::kCommit)
+      report.commit_ns += static_cast<std::uint64_t>(window.end_ns - window.begin_ns);
+  }
+  report.phases = charged.phases;
+  const Waited most = most_waited(charged, log_.spans(), Phase::kProduceWait);
+  report.waited_for = most.ns != 0 ? most.peer : 0;
+  report.waited_ns = most.ns;
 }
 
 }  // namespace shardpull

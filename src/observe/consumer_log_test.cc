@@ -47,6 +47,17 @@ TEST(ConsumerLog, WaitsLieBetweenWhatHappens) {
   EXPECT_EQ(log.spans()[5].peer, 4u);
   log.begin_commit(200);
   log.end_commit(230);
+  log.end_commit(240);  // it is over
+  log.end_update(250);
+  WorkerReport report;
+  log.fill(report);
+  EXPECT_EQ(report.commit_ns, 30u);
+  EXPECT_EQ(report.waited_for, 3u);
+  EXPECT_EQ(report.waited_ns, 19u);  // until 120; from 130 to 140 trainer 4 is waited for longer
+  std::uint64_t sum = 0;
+  for (const PhaseTime& phase : report.phases) sum += phase.charged_ns;
+  EXPECT_EQ(sum, 80u + 30u);
+  EXPECT_EQ(log.timeline().spans.size(), log.spans().size());
   EXPECT_THAT(log.windows(), ElementsAre(Window{100, 180, Phase::kEngine}, Window{200, 230, Phase::kCommit}));
 }
 

@@ -15,10 +15,13 @@ namespace shardpull {
 class ServeLog {
  public:
   // `serves`: whether to log what lies between pulls and answers, which only a trace shows.
-  void begin_sync(bool serves);
-  void pulled(std::uint32_t worker, std::uint32_t chunk, std::uint16_t run, std::int64_t now_ns);
+  void begin_sync(std::uint64_t sync_id, bool serves);
+  // Also before begin_sync: workers may ask before a rank comes to a sync.
+  void pulled(std::uint64_t sync_id, std::uint32_t worker, std::uint32_t chunk, std::uint16_t run,
+              std::int64_t now_ns);
   // The pull was answered, or refused. One that was not logged is left out.
-  void answered(std::uint32_t worker, std::uint32_t chunk, std::uint16_t run, std::int64_t now_ns);
+  void answered(std::uint64_t sync_id, std::uint32_t worker, std::uint32_t chunk, std::uint16_t run,
+                std::int64_t now_ns);
   void worked(const Span& span) { log_.add(span); }
 
   const std::vector<Span>& spans() const { return log_.spans(); }
@@ -30,7 +33,8 @@ class ServeLog {
 
   SpanLog log_;
   bool serves_ = false;
-  std::map<std::tuple<std::uint32_t, std::uint32_t, std::uint16_t>, std::int64_t> open_;  // when it came
+  // When a pull came, by sync, worker, chunk and run.
+  std::map<std::tuple<std::uint64_t, std::uint32_t, std::uint32_t, std::uint16_t>, std::int64_t> open_;
 };
 
 }  // namespace shardpull

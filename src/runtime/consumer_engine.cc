@@ -349,6 +349,9 @@ Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version
     if (plan != nullptr) part_ = prepared;
     bytes_moved_ = copy_ns_ = update_ns_ = 0;
     bytes_before_ = progress_.transport().counters().payload_bytes_read;
+    std::size_t items = running_->plan->chunks.size();
+    for (const Chunk& chunk : running_->plan->chunks) items += chunk.runs.size();
+    log_.begin_sync(items);
   }
   return status;
 }
@@ -356,12 +359,14 @@ Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version
 Status ConsumerEngine::update() {
   Status status;
   update_started_ns_ = progress_.clock().now_ns();
+  log_.begin_update(update_started_ns_);
   drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.update(now, out); });
   return status;
 }
 
 Status ConsumerEngine::finish_update(std::uint64_t sync_id) {
   Status status;
+  log_.begin_commit(progress_.clock().now_ns());
   drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.finish_update(now, sync_id, out); });
   return status;
 }
@@ -431,6 +436,7 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
       info.sums = std::move(ready->sums);
       for (ReadyEntry& entry : ready->entries) info.entries.push_back({entry.where, std::move(entry.stride)});
       if (info.path == Path::kPacked && !info.entries.empty()) info.bytes = info.entries[0].where.bytes;
+      if (pull.sync_id == machine_.sync_id()) log_.answered(pull.chunk, pull.run, progress_.clock().now_ns());
       drive([&](std::int64_t now, ConsumerActions& out) {
         machine_.ready(now, producer, pull, std::move(info), out);
       });
@@ -487,7 +493,14 @@ void ConsumerEngine::on_read_done(ReadToken token, const Status& status) {
     direct_reads_.erase(direct);
     if (reads->status.ok()) reads->status = status;
     if (--reads->left != 0) return;
-    copy_ns_ += static_cast<std::uint64_t>(progress_.clock().now_ns() - reads->started_ns);
+    const std::int64_t ended = progress_.clock().now_ns();
+    copy_ns_ += static_cast<std::uint64_t>(ended - reads->started_ns);
+    log_.worked({.phase = Phase::kTransfer,
+                 .path = reads->arrivals.empty() ? SpanPath::kDirect : SpanPath::kPacked,
+                 .item = reads->chunk,
+                 .begin_ns = reads->started_ns,
+                 .end_ns = ended,
+                 .bytes = reads->plan->chunks[reads->chunk].key_bytes});
     fault_point("worker.landed", reads->sync_id);
     if (reads->status.ok() && !reads->sums.empty()) return check_direct(reads);
     return scatter_done(reads->sync_id, reads->chunk, reads->status);
@@ -496,7 +509,16 @@ void ConsumerEngine::on_read_done(ReadToken token, const Status& status) {
   if (found == transfers_.end()) return;
   const Transfer transfer = found->second;
   transfers_.erase(found);
-  copy_ns_ += static_cast<std::uint64_t>(progress_.clock().now_ns() - transfer.started_ns);
+  const std::int64_t ended = progress_.clock().now_ns();
+  copy_ns_ += static_cast<std::uint64_t>(ended - transfer.started_ns);
+  log_.worked({.phase = Phase::kTransfer,
+               .path = SpanPath::kPacked,
+               .run = transfer.run,
+               .item = transfer.chunk,
+               .peer = transfer.producer,
+               .begin_ns = transfer.started_ns,
+               .end_ns = ended,
+               .bytes = transfer.bytes});
   fault_point("worker.landed", transfer.sync_id);
   drive([&](std::int64_t now, ConsumerActions& out) {
     machine_.transfer_done(now, transfer.sync_id, transfer.chunk, transfer.run, status, out);
@@ -538,6 +560,7 @@ void ConsumerEngine::perform(const consumer_action::SendPull& action) {
   message.attempt = action.pull.attempt;
   message.seq = action.pull.seq;
   message.lane_kind = static_cast<std::uint16_t>(action.pull.lane);
+  log_.pull_sent(action.pull.chunk, action.pull.run, action.producer, progress_.clock().now_ns());
   const EndpointId endpoint = endpoint_of(action.producer);
   const Status status = progress_.transport().send(endpoint, message, nullptr, 0);
   fault_point("worker.pulled", action.pull.sync_id);
@@ -576,7 +599,9 @@ void ConsumerEngine::perform(const consumer_action::AnnounceRecovery& action) {
 void ConsumerEngine::perform(const consumer_action::StartTransfer& action) {
   const Run& run = chunk_of(action.chunk)->runs[action.run];
   const ReadToken token = next_token_++;
-  transfers_[token] = {machine_.sync_id(), action.chunk, action.run, progress_.clock().now_ns()};
+  const std::int64_t now = progress_.clock().now_ns();
+  transfers_[token] = {machine_.sync_id(), action.chunk, action.run, now, action.producer, run.bytes};
+  log_.run_started(action.chunk, action.run, now);
   Status wrong = check_offer(action.ready, action.producer, run, action.chunk);
   const EndpointId endpoint = endpoint_of(action.producer);
   if (wrong.ok() && endpoint == 0) wrong = producer_gone(action.producer);
@@ -619,7 +644,9 @@ void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
   copies_.post([this, sync_id, chunk_id, slot, producers = action.producers, sums = action.sums,
                 plan = running_] {
     const PreparedChunk& prepared = plan->chunks[chunk_id];
+    const std::int64_t started = progress_.clock().now_ns();
     run_fills(prepared);
+    const std::int64_t filled = progress_.clock().now_ns();
     Status status;
     std::vector<bool> checked(sums.size());  // by key: one may have several destinations
     for (const PreparedCopy& copy : prepared.copies) {
@@ -631,7 +658,13 @@ void ConsumerEngine::perform(const consumer_action::StartScatter& action) {
       }
       run(copy.program, packed, landing(copy.parameter));
     }
-    progress_.post([this, sync_id, chunk_id, status] { scatter_done(sync_id, chunk_id, status); });
+    const std::int64_t ended = progress_.clock().now_ns();
+    progress_.post([this, sync_id, chunk_id, status, started, filled, ended, bytes = prepared.key_bytes] {
+      log_.worked({.phase = Phase::kMaterialise, .item = chunk_id, .begin_ns = started, .end_ns = filled});
+      log_.worked(
+          {.phase = Phase::kScatter, .item = chunk_id, .begin_ns = filled, .end_ns = ended, .bytes = bytes});
+      scatter_done(sync_id, chunk_id, status);
+    });
   });
 }
 
@@ -712,8 +745,16 @@ Result<const CopyProgram*> ConsumerEngine::program_for(PreparedCopy& copy, const
 
 void ConsumerEngine::perform(const consumer_action::StartCopy& action) {
   const Chunk& chunk = *chunk_of(action.chunk);
+  const std::int64_t started = progress_.clock().now_ns();
+  log_.chunk_started(action.chunk, started);
   if (chunk.path == Path::kPacked && !chunk.runs.empty()) return read_packed(action, sums_by_key(action));
   auto sources = published_sources(action, chunk);
+  if (!chunk.runs.empty()) {
+    log_.worked({.phase = Phase::kRegister,
+                 .item = action.chunk,
+                 .begin_ns = started,
+                 .end_ns = progress_.clock().now_ns()});
+  }
   if (!sources.ok()) {
     progress_.post([this, sync_id = machine_.sync_id(), chunk_id = action.chunk, why = sources.status()] {
       scatter_done(sync_id, chunk_id, why);
@@ -760,6 +801,7 @@ void ConsumerEngine::copy_mapped(std::uint32_t chunk_id, std::vector<std::vector
     const std::int64_t started = progress_.clock().now_ns();
     fault_point("worker.transferring", sync_id);
     run_fills(prepared);
+    const std::int64_t filled = progress_.clock().now_ns();
     Status status;
     std::int64_t held = -1;
     for (std::size_t c = 0; c < prepared.copies.size() && status.ok(); ++c)
@@ -767,8 +809,17 @@ void ConsumerEngine::copy_mapped(std::uint32_t chunk_id, std::vector<std::vector
     const std::int64_t ended = progress_.clock().now_ns();
     fault_point("worker.landed", sync_id);
     if (status.ok()) progress_.transport().add_mapped_bytes(prepared.key_bytes);
-    progress_.post([this, sync_id, chunk_id, status, busy = ended - started] {
-      copy_ns_ += static_cast<std::uint64_t>(busy);
+    progress_.post([this, sync_id, chunk_id, status, started, filled, ended, bytes = prepared.key_bytes] {
+      copy_ns_ += static_cast<std::uint64_t>(ended - started);
+      log_.worked({.phase = Phase::kMaterialise, .item = chunk_id, .begin_ns = started, .end_ns = filled});
+      if (bytes != 0) {
+        log_.worked({.phase = Phase::kTransfer,
+                     .path = SpanPath::kMapped,
+                     .item = chunk_id,
+                     .begin_ns = filled,
+                     .end_ns = ended,
+                     .bytes = bytes});
+      }
       scatter_done(sync_id, chunk_id, status);
     });
   });
@@ -830,9 +881,12 @@ void ConsumerEngine::read_direct(std::uint32_t chunk_id,
   // What the module's fills zero, its keys overwrite.
   copies_.post([this, chunk_id, plan = running_, by_run = std::move(by_run), producers = std::move(producers),
                 sums = std::move(sums)]() mutable {
+    const std::int64_t started = progress_.clock().now_ns();
     run_fills(plan->chunks[chunk_id]);
-    progress_.post([this, chunk_id, by_run = std::move(by_run), producers = std::move(producers),
-                    sums = std::move(sums)]() mutable {
+    const std::int64_t filled = progress_.clock().now_ns();
+    progress_.post([this, chunk_id, started, filled, by_run = std::move(by_run),
+                    producers = std::move(producers), sums = std::move(sums)]() mutable {
+      log_.worked({.phase = Phase::kMaterialise, .item = chunk_id, .begin_ns = started, .end_ns = filled});
       start_reads(chunk_id, std::move(by_run), std::move(producers), std::move(sums));
     });
   });
@@ -884,9 +938,12 @@ void ConsumerEngine::read_packed(const consumer_action::StartCopy& action, std::
   // What the module's fills zero, its keys overwrite.
   copies_.post([this, chunk_id, plan = running_, slots = std::move(slots), producers = action.producers,
                 sums = std::move(sums)]() mutable {
+    const std::int64_t started = progress_.clock().now_ns();
     run_fills(plan->chunks[chunk_id]);
-    progress_.post([this, chunk_id, slots = std::move(slots), producers = std::move(producers),
-                    sums = std::move(sums)]() mutable {
+    const std::int64_t filled = progress_.clock().now_ns();
+    progress_.post([this, chunk_id, started, filled, slots = std::move(slots),
+                    producers = std::move(producers), sums = std::move(sums)]() mutable {
+      log_.worked({.phase = Phase::kMaterialise, .item = chunk_id, .begin_ns = started, .end_ns = filled});
       start_arrivals(chunk_id, slots, std::move(producers), std::move(sums));
     });
   });
@@ -939,8 +996,12 @@ void ConsumerEngine::check_direct(const std::shared_ptr<DirectReads>& reads) {
   }
   if (summed) return scatter_done(reads->sync_id, reads->chunk, check_landed(*reads));
   copies_.post([this, reads] {
+    const std::int64_t started = progress_.clock().now_ns();
     const Status status = check_landed(*reads);
-    progress_.post([this, reads, status] { scatter_done(reads->sync_id, reads->chunk, status); });
+    progress_.post([this, reads, status, started, ended = progress_.clock().now_ns()] {
+      log_.worked({.phase = Phase::kCheck, .item = reads->chunk, .begin_ns = started, .end_ns = ended});
+      scatter_done(reads->sync_id, reads->chunk, status);
+    });
   });
 }
 
@@ -978,15 +1039,18 @@ void ConsumerEngine::perform(const consumer_action::StartPost& action) {
     finish(Status());
     return;
   }
-  post_process_.post([plan = running_, chunk_id, finish] {
+  post_process_.post([this, plan = running_, chunk_id, finish] {
+    const std::int64_t started = progress_.clock().now_ns();
+    Status status;
     for (Module* module : plan->chunks[chunk_id].post_process) {
-      const Status status = module->post_process()(*module, {});
-      if (!status.ok()) {
-        finish(status.with_context(fmt::format("post-processing {}", module->name())));
-        return;
-      }
+      status =
+          module->post_process()(*module, {}).with_context(fmt::format("post-processing {}", module->name()));
+      if (!status.ok()) break;
     }
-    finish(Status());
+    progress_.post([this, chunk_id, started, ended = progress_.clock().now_ns()] {
+      log_.worked({.phase = Phase::kPostProcess, .item = chunk_id, .begin_ns = started, .end_ns = ended});
+    });
+    finish(status);
   });
 }
 
@@ -1019,12 +1083,15 @@ void ConsumerEngine::perform(const consumer_action::SendSignals& action) {
 }
 
 void ConsumerEngine::perform(const consumer_action::UpdateDone& action) {
-  update_ns_ = static_cast<std::uint64_t>(progress_.clock().now_ns() - update_started_ns_);
+  const std::int64_t now = progress_.clock().now_ns();
+  log_.end_update(now);
+  update_ns_ = static_cast<std::uint64_t>(now - update_started_ns_);
   bytes_moved_ = progress_.transport().counters().payload_bytes_read - bytes_before_;
   hooks_.update_done(action.sync_id, action.status);
 }
 
 void ConsumerEngine::perform(const consumer_action::FinishDone& action) {
+  log_.end_commit(progress_.clock().now_ns());
   hooks_.finish_done(action.sync_id, action.status);
 }
 

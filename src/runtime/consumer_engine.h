@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/identity.h"
+#include "observe/consumer_log.h"
 #include "plan/plan.h"
 #include "protocol/consumer_machine.h"
 #include "runtime/arrival.h"
@@ -95,6 +96,7 @@ class ConsumerEngine {
   std::uint64_t bytes_moved() const { return bytes_moved_; }
   std::uint64_t update_ns() const { return update_ns_; }
   std::uint64_t copy_ns() const { return copy_ns_; }
+  const ConsumerLog& log() const { return log_; }
 
  private:
   struct Endpoint {
@@ -155,6 +157,8 @@ class ConsumerEngine {
     std::uint32_t chunk = 0;
     std::uint16_t run = 0;
     std::int64_t started_ns = 0;
+    std::uint32_t producer = 0;
+    std::uint64_t bytes = 0;
   };
 
   Result<std::shared_ptr<PreparedPlan>> prepare_plan(std::shared_ptr<const WorkerPlan> plan);
@@ -247,6 +251,7 @@ class ConsumerEngine {
   LandingMemory receive_ring_;
   std::unique_ptr<Stage> stage_;  // null: in place
   LandingMemory sum_window_;  // the copy thread's: one key of a mapped chunk that is summed
+  ConsumerLog log_;           // of the running or last sync
   std::map<EndpointId, Endpoint> endpoints_;
   std::set<std::uint32_t> lost_;    // producers whose process is gone
   std::set<std::uint32_t> broken_;  // others whose endpoint broke

@@ -242,6 +242,7 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
   if (header.type == HotType::kPull) {
     const PullId pull{header.sync_id, consumer,   header.target, header.run, header.attempt,
                       header.seq,     static_cast<LaneKind>(header.lane_kind)};
+    log_.pulled(pull.sync_id, consumer, pull.chunk, pull.run, progress_.clock().now_ns());
     drive(
         [&](std::int64_t now, ProducerActions& out) { machine_->pull(now, header.incarnation, pull, out); });
   } else if (header.type == HotType::kFree) {
@@ -366,12 +367,25 @@ Result<ProducerServer::Gather> ProducerServer::gather(const std::shared_ptr<cons
   return gather;
 }
 
-void ProducerServer::pack_done(std::uint64_t ticket, const Status& status, std::vector<std::uint64_t> sums) {
-  progress_.post([this, ticket, status, sums = std::move(sums)] {
+void ProducerServer::pack_done(std::uint64_t ticket, const Status& status, std::vector<std::uint64_t> sums,
+                               const Span& work) {
+  progress_.post([this, ticket, status, sums = std::move(sums), work] {
+    if (work.end_ns > work.begin_ns) log_.worked(work);
     drive([&](std::int64_t now, ProducerActions& out) {
       machine_->pack_done(now, ticket, status, sums, out);
     });
   });
+}
+
+Span ProducerServer::work_on(const PullDescription& pull, Phase phase, std::int64_t started_ns) const {
+  std::uint64_t bytes = 0;
+  for (const ChunkKey& key : pull.keys) bytes += key.bytes;
+  return {.phase = phase,
+          .run = static_cast<std::uint16_t>(pull.run),
+          .item = pull.chunk_id,
+          .begin_ns = started_ns,
+          .end_ns = progress_.clock().now_ns(),
+          .bytes = bytes};
 }
 
 void ProducerServer::perform(producer_action::Pack& action) {
@@ -389,6 +403,7 @@ void ProducerServer::perform(producer_action::Pack& action) {
   packs_.post([this, ticket, pull = action.pull, source = std::move(*source), slot, memory = ring.memory,
                summed = action.summed, sync_id = running_sync_] {
     fault_point("rank.packing", sync_id);
+    const std::int64_t started = progress_.clock().now_ns();
     std::vector<std::uint64_t> sums;
     for (std::size_t i = 0; i < pull->keys.size(); ++i) {
       std::byte* const packed = slot + pull->keys[i].offset;
@@ -399,7 +414,7 @@ void ProducerServer::perform(producer_action::Pack& action) {
         run(program, source.data[i], packed);
       }
     }
-    pack_done(ticket, Status(), std::move(sums));
+    pack_done(ticket, Status(), std::move(sums), work_on(*pull, Phase::kPack, started));
   });
 }
 
@@ -411,6 +426,7 @@ void ProducerServer::perform(producer_action::Sum& action) {
     return;
   }
   packs_.post([this, ticket, pull = action.pull, source = std::move(*source)] {
+    const std::int64_t started = progress_.clock().now_ns();
     std::vector<std::uint64_t> sums;
     for (std::size_t i = 0; i < pull->keys.size(); ++i) {
       const CopyProgram& program = (*source.programs)[i];
@@ -426,7 +442,7 @@ void ProducerServer::perform(producer_action::Sum& action) {
       run(program, source.data[i], shuffled_key_.data());
       sums.push_back(checksum64({shuffled_key_.data(), bytes}));
     }
-    pack_done(ticket, Status(), std::move(sums));
+    pack_done(ticket, Status(), std::move(sums), work_on(*pull, Phase::kSum, started));
   });
 }
 
@@ -445,6 +461,7 @@ void ProducerServer::reply(HotType type, Incarnation to, const PullId& pull,
   header.lane_kind = static_cast<std::uint16_t>(pull.lane);
   const EndpointId endpoint = endpoint_of(pull.consumer, to);
   if (endpoint == 0) return;  // it is gone; the control channel reports it
+  log_.answered(pull.sync_id, pull.consumer, pull.chunk, pull.run, progress_.clock().now_ns());
   progress_.transport().send(endpoint, header, payload.data(), payload.size()).ignore();
 }
 

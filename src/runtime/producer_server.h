@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/identity.h"
+#include "observe/rank_log.h"
 #include "plan/plan.h"
 #include "plan/restrict.h"
 #include "protocol/producer_machine.h"
@@ -83,6 +84,8 @@ class ProducerServer {
   // Of the running or last sync: pulls packed, and their bytes.
   std::uint64_t packs() const { return packs_done_; }
   std::uint64_t packed_bytes() const { return packed_bytes_; }
+  // What was served, and when; its owner begins each sync's.
+  ServeLog& log() { return log_; }
 
  private:
   struct Endpoint {
@@ -131,8 +134,10 @@ class ProducerServer {
                                 const std::vector<PublishedView>& sources) const;
   Result<Gather> gather(const std::shared_ptr<const PullDescription>& pull,
                         const std::vector<PublishedView>& sources);
-  // From any thread.
-  void pack_done(std::uint64_t ticket, const Status& status, std::vector<std::uint64_t> sums);
+  // From any thread. `work`: from when to when it was done.
+  void pack_done(std::uint64_t ticket, const Status& status, std::vector<std::uint64_t> sums,
+                 const Span& work = {});
+  Span work_on(const PullDescription& pull, Phase phase, std::int64_t started_ns) const;
 
   ProgressThread& progress_;
   const std::uint32_t rank_;
@@ -148,6 +153,7 @@ class ProducerServer {
       data_;  // (name, piece) of published, unfreed groups
   std::map<std::uint32_t, std::vector<std::pair<std::uint32_t, std::uint32_t>>> names_of_group_;
   std::unordered_map<const PullDescription*, PreparedPack> programs_;
+  ServeLog log_;
   std::uint64_t ring_bytes_ = 0, packs_done_ = 0, packed_bytes_ = 0, running_sync_ = 0;
   std::vector<std::byte> shuffled_key_;  // the pack thread's: a key that is summed and lies in another order
   std::atomic<std::uint64_t> window_bytes_{0};  // of shuffled_key_

@@ -21,12 +21,14 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "control/grpc/grpc_control.h"
+#include "observe/charge.h"
 #include "plan/path.h"
 #include "plan/plan.h"
 #include "plan/published.h"
 #include "plan/restrict.h"
 #include "protocol/trainer_machine.h"
 #include "runtime/fleet_link.h"
+#include "runtime/fleet_trace.h"
 #include "runtime/group_placer.h"
 #include "runtime/hot_transport.h"
 #include "runtime/producer_server.h"
@@ -133,6 +135,10 @@ struct Trainer::Impl final : TransportSink {
   // "worker 1, worker 3": those that are not ready; with why the last one of them was lost. On the progress
   // thread.
   std::string missing_workers() const;
+  // What this rank did in the sync so far, into `timeline`; and its part of it, into `mine`.
+  void end_timeline(const SyncOpen& open, RankReport& mine);
+  // Tells the sender, and the trace file, what the sync that has ended was.
+  void trace_sync(std::int64_t started_ns, std::uint64_t version, const Result<SyncReport>& outcome);
   Status gather_loop(const SyncOpen& open);
   Status take_group(GroupStream& stream, std::uint32_t group);
   // What allocate() gave out and somebody still owns, ascending by address.
@@ -220,6 +226,11 @@ struct Trainer::Impl final : TransportSink {
 
   // The caller's thread.
   GroupPlacer placer{rank, clock};
+  SpanLog gather_log;                 // of the running sync
+  std::int64_t opened_ns = 0;         // when this rank learnt of it
+  std::optional<SyncOpen> traced;     // what was opened, until it has been traced
+  Timeline timeline;                  // of the last sync
+  std::unique_ptr<FleetTrace> trace;  // null: none; take() is also called on the progress thread
   std::vector<std::weak_ptr<ExportedMemory>> allocations SHARDPULL_GUARDED_BY(mutex);
   Status last_error;  // of init or the last sync
   bool initialised = false, stopped = false;
@@ -230,6 +241,7 @@ struct Trainer::Impl final : TransportSink {
 
 Status Trainer::Impl::start() {
   SHARDPULL_RETURN_IF_ERROR(check_options(options));
+  SHARDPULL_ASSIGN_OR_RETURN(trace, FleetTrace::create(options.trace_file));
   const Member self{Role::kTrainer, options.rank};
   SHARDPULL_ASSIGN_OR_RETURN(std::unique_ptr<Transport> transport,
                              make_hot_transport(options.fleet, self, incarnation));
@@ -679,7 +691,16 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
     drive_sender([&](std::int64_t, SenderActions& out) {
       sync->prepared(now, from.id, message->sync_id, message->status.with_context(to_string(from)), out);
     });
+  } else if (auto* message = std::get_if<TimelineReport>(&body)) {
+    if (trace) trace->take(from, std::move(*message));
   } else if (auto* message = std::get_if<Finished>(&body); message && !from_trainer) {
+    for (WorkerReport& worker : report.workers) {
+      if (message->sync_id != report.sync_id || worker.consumer != from.id) continue;
+      worker.commit_ns = message->commit_ns;
+      worker.phases = std::move(message->phases);
+      worker.waited_for = message->waited_for;
+      worker.waited_ns = message->waited_ns;
+    }
     drive_sender([&](std::int64_t, SenderActions& out) {
       sync->finished(now, from.id, message->sync_id, message->status.with_context(to_string(from)), out);
     });
@@ -689,7 +710,8 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
   } else if (auto* message = std::get_if<RankEnded>(&body); message && from_trainer) {
     if (message->sync_id == report.sync_id) {
       report.ranks.push_back({from.id, message->export_ns, message->export_bytes,
-                              message->peak_resident_bytes, message->packs, message->packed_bytes});
+                              message->peak_resident_bytes, message->packs, message->packed_bytes,
+                              message->wall_ns, std::move(message->phases)});
     }
     drive_sender([&](std::int64_t, SenderActions& out) {
       sync->rank_ended(now, from.id, message->sync_id, message->status, out);
@@ -728,10 +750,11 @@ void Trainer::Impl::drive_sender(Event event) {
 void Trainer::Impl::perform(const SenderAction& action) {
   const std::uint64_t sync_id = report.sync_id;
   if (const auto* open = std::get_if<sender_action::OpenSync>(&action)) {
-    send({Role::kTrainer, open->rank}, SyncOpen{sync_id, report.version, live, sync_names});
+    send({Role::kTrainer, open->rank}, SyncOpen{sync_id, report.version, live, sync_names, trace != nullptr});
     fault_point("sender.opened", sync_id);
   } else if (const auto* start = std::get_if<sender_action::StartUpdate>(&action)) {
-    send({Role::kWorker, start->consumer}, StartUpdate{sync_id, report.version, sync_names});
+    send({Role::kWorker, start->consumer},
+         StartUpdate{sync_id, report.version, sync_names, trace != nullptr});
     fault_point("sender.starting", sync_id);
   } else if (const auto* update = std::get_if<sender_action::Update>(&action)) {
     send({Role::kWorker, update->consumer}, Update{sync_id});
@@ -794,6 +817,7 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
       if (live.empty()) return;
       report = {};
       report.sync_id = ++last_sync_id;
+      if (trace) trace->begin(report.sync_id);
       report.version = version;
       sync_names = names;
       drive_sender([&](std::int64_t now, SenderActions& out) {
@@ -876,6 +900,8 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version, const Send
   SyncOpen open;
   Status status = wait_for_open(version, open);
   if (!status.ok()) return status;
+  opened_ns = clock.now_ns();
+  gather_log.reset(6 * rank.owned_groups.size() + 64);  // a source call, a copy, a publish, waits
   status = check_open(open, version, names);
   placer.begin_sync(std::move(names));
   if (status.ok()) status = gather_loop(open);
@@ -887,8 +913,9 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version, const Send
     mine.packs = server->packs();
     mine.packed_bytes = server->packed_bytes();
   });
+  end_timeline(open, mine);
   send(kSender, RankEnded{open.sync_id, status, mine.export_ns, mine.export_bytes, mine.peak_resident_bytes,
-                          mine.packs, mine.packed_bytes});
+                          mine.packs, mine.packed_bytes, mine.wall_ns, mine.phases});
   fault_point("rank.ended", open.sync_id);
   // No limit of its own: the other ranks may take long. The sender bounds every step of the sync and its loss
   // ends the fleet.
@@ -925,6 +952,49 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version, const Send
   return result;
 }
 
+void Trainer::Impl::end_timeline(const SyncOpen& open, RankReport& mine) {
+  std::vector<Span> spans = gather_log.spans();
+  std::uint64_t dropped = gather_log.dropped();
+  progress->run([&] {
+    if (running_sync != open.sync_id) return;  // its producer never began it
+    const ServeLog& served = server->log();
+    spans.insert(spans.end(), served.spans().begin(), served.spans().end());
+    dropped += served.dropped();
+  });
+  const std::vector<Window> windows = {{opened_ns, clock.now_ns(), Phase::kEngine}};
+  mine.wall_ns = static_cast<std::uint64_t>(windows[0].end_ns - windows[0].begin_ns);
+  mine.phases = charge(spans, windows).phases;
+  traced = open;
+  if (open.trace || trace) timeline = make_timeline(windows, std::move(spans), dropped);
+}
+
+void Trainer::Impl::trace_sync(std::int64_t started_ns, std::uint64_t version,
+                               const Result<SyncReport>& outcome) {
+  if (!traced || !(traced->trace || trace)) return;
+  const SyncOpen open = *std::exchange(traced, std::nullopt);
+  // What follows the report: the others' ends.
+  Window& window = timeline.windows.front();
+  const std::int64_t now = clock.now_ns();
+  timeline.spans.push_back({.phase = Phase::kEndWait, .begin_ns = window.end_ns, .end_ns = now});
+  window.end_ns = now;
+  if (open.trace && !sender) send(kSender, TimelineReport{open.sync_id, encode_timeline(timeline)});
+  if (!trace) return;
+  std::vector<Member> others;
+  const auto add = [&](const Member& member) {  // who is gone tells nothing
+    if (sender && member != kSender && control->clock_offset(member)) others.push_back(member);
+  };
+  for (std::uint32_t other = 0; other < options.world_size; ++other) add({Role::kTrainer, other});
+  for (const std::uint32_t consumer : open.live_consumers) add({Role::kWorker, consumer});
+  trace->finish({.sync_id = open.sync_id,
+                 .version = version,
+                 .begin_ns = started_ns,
+                 .end_ns = now,
+                 .summary = outcome.ok() ? summary_line(*outcome) : outcome.status().to_string(),
+                 .processes = {{{Role::kTrainer, options.rank}, timeline, ClockOffset()}},
+                 .missing = {}},
+                others, [this](const Member& member) { return control->clock_offset(member); });
+}
+
 Status Trainer::Impl::gather_loop(const SyncOpen& open) {
   SyncRequest request{open.sync_id, open.version, {}, {}};
   std::shared_ptr<const InitTables> current;
@@ -946,6 +1016,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
   progress->run([&] {
     running_sync = open.sync_id;
     failed = false;
+    server->log().begin_sync(open.sync_id, open.trace);
     status = server->begin_sync(open.sync_id, open.version, open.live_consumers, request.groups, open.names);
     if (!status.ok()) return;
     if (!failed)
@@ -970,8 +1041,10 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
     });
   };
   Status changed;  // the first group that the source wrote too early: the producer may have ended well before
+  std::size_t asked = 0;
   for (;;) {
     std::optional<TrainerAction> action;
+    const std::int64_t waiting_ns = clock.now_ns();
     {
       MutexLock lock(mutex);
       // Bounded by the watchdogs: of the producer while the sync runs, of the sender's steps, of the
@@ -986,11 +1059,15 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
         work.pop_front();
       }
     }
+    gather_log.add({.phase = asked < request.groups.size() ? Phase::kCreditWait : Phase::kEndWait,
+                    .begin_ns = waiting_ns,
+                    .end_ns = clock.now_ns()});
     if (!action) {
       progress->run([&] { server->fail(open.sync_id, status); });
       break;
     }
     if (const auto* ask = std::get_if<trainer_action::AskSource>(&*action)) {
+      ++asked;
       const Status taken = take_group(*groups_stream, ask->group);
       fault_point("rank.published", open.sync_id);
       if (!taken.ok()) give_up(taken);
@@ -1033,7 +1110,17 @@ std::vector<std::shared_ptr<ExportedMemory>> Trainer::Impl::owned_memory() {
 }
 
 Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
+  std::int64_t since_ns = clock.now_ns();
+  const auto did = [&](Phase phase, std::uint64_t bytes) {
+    const std::int64_t now = clock.now_ns();
+    gather_log.add({.phase = phase,
+                    .item = group,
+                    .begin_ns = std::exchange(since_ns, now),
+                    .end_ns = now,
+                    .bytes = bytes});
+  };
   auto next = stream.next();
+  did(Phase::kSource, 0);
   if (!next.ok()) {
     return next.status().with_context(
         fmt::format("the weight source of trainer {} at group {}", options.rank, group));
@@ -1049,7 +1136,9 @@ Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
     stream.released(tensors.group);  // refused: nobody reads it
     return wrong;
   }
+  const std::uint64_t exported = placer.export_bytes();
   auto served = placer.place(tensors, group, owned_memory());
+  did(Phase::kExport, placer.export_bytes() - exported);
   if (!served.ok()) {
     stream.released(group);
     return served.status();
@@ -1069,6 +1158,7 @@ Status Trainer::Impl::take_group(GroupStream& stream, std::uint32_t group) {
       work.clear();  // what publishing asked for next: the sync is about to fail
     }
   });
+  did(Phase::kPublish, 0);
   return status;
 }
 
@@ -1151,8 +1241,11 @@ Result<std::vector<std::byte>> Trainer::worker_init_payload() const {
 }
 
 Result<SyncReport> Trainer::send_weights(std::uint64_t version, const SendOptions& send) {
+  const std::int64_t started_ns = impl_->clock.now_ns();
   auto report = impl_->send_weights(version, send);
   impl_->last_error = report.status();
+  if (impl_->sender && report.ok()) log_info("sync {}: {}", report->sync_id, summary_line(*report));
+  impl_->trace_sync(started_ns, version, report);
   return report;
 }
 

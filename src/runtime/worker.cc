@@ -25,6 +25,7 @@
 #include "runtime/consumer_engine.h"
 #include "runtime/fallback_model.h"
 #include "runtime/fleet_link.h"
+#include "runtime/fleet_trace.h"
 #include "runtime/hot_transport.h"
 #include "runtime/progress_thread.h"
 #include "runtime/replica_link.h"
@@ -101,6 +102,8 @@ struct Worker::Impl final : TransportSink {
     std::uint64_t version = 0;
     Status status;
     WorkerReport report;
+    std::uint64_t sync_id = 0;
+    std::optional<Timeline> timeline;  // where there is a trace file
   };
 
   Impl(const WorkerOptions& given, Model& target) : options(given), model(target) {}
@@ -129,7 +132,10 @@ struct Worker::Impl final : TransportSink {
   void on_tick();
   void start_update(const StartUpdate& message);
   void deliver(std::uint64_t sync_id, const Status& status);
-  void push_result(std::uint64_t version, const Status& status, const WorkerReport& report);
+  void push_result(std::uint64_t version, const Status& status, const WorkerReport& report,
+                   std::optional<Timeline> timeline = std::nullopt);
+  // On serve()'s thread.
+  void write_trace(const Result_& result);
   void end(const Status& why);
   // Whether the running sync may have been committed by a mate, or is being committed here, or mates are being
   // told: it has an end of its own, which serve() tells before the fleet's.
@@ -174,6 +180,7 @@ struct Worker::Impl final : TransportSink {
   std::shared_ptr<const WorkerPlan> current_plan;  // what the sync runs: the plan, or what is left of it
   NameSet part_names;                              // the names `part` is of
   std::shared_ptr<const WorkerPlan> part;          // of the last sync of some names
+  bool current_trace = false;                      // the sender wants current_sync's timeline
   bool delivered = true;                           // whether current_sync's result has reached serve()
   int pending_results = 0;  // handed to serve() whose on_sync has not returned: the next StartUpdate waits
   std::optional<StartUpdate> deferred;
@@ -190,6 +197,7 @@ struct Worker::Impl final : TransportSink {
                                                                           {.reason = Reason::kWrongState});
   std::vector<ModuleState> held_modules SHARDPULL_GUARDED_BY(mutex);  // by Recording::modules index
   bool stopped = false;                                               // the caller's thread
+  std::unique_ptr<FleetTrace> trace;                                  // the caller's thread; null: none
 };
 
 // ---- init
@@ -220,6 +228,7 @@ Status Worker::Impl::wait_for(const std::function<bool()>& ready, const std::str
 
 Status Worker::Impl::start() {
   SHARDPULL_RETURN_IF_ERROR(check_options(options));
+  SHARDPULL_ASSIGN_OR_RETURN(trace, FleetTrace::create(options.trace_file));
   const Member self{Role::kWorker, options.consumer};
   SHARDPULL_ASSIGN_OR_RETURN(std::unique_ptr<Transport> transport,
                              make_hot_transport(options.fleet, self, incarnation));
@@ -361,7 +370,10 @@ Status Worker::Impl::make_plan() {
   };
   hooks.finish_done = [this](std::uint64_t sync_id, const Status& status) {
     if (status.ok()) version_guard.fetch_add(1);
-    send(kSender, Finished{sync_id, status});
+    WorkerReport times;
+    engine->log().fill(times);
+    send(kSender,
+         Finished{sync_id, status, times.commit_ns, times.phases, times.waited_for, times.waited_ns});
     if (status.ok()) fault_point("worker.committed", sync_id);
     deliver(sync_id, status);
   };
@@ -557,6 +569,7 @@ void Worker::Impl::start_update(const StartUpdate& message) {
     current_plan = some != nullptr ? some : plan;
     current_sync = message.sync_id;
     current_version = message.version;
+    current_trace = message.trace;
     delivered = false;
   } else {
     push_result(message.version, status, {.consumer = options.consumer, .bytes_kept = plan->bytes_kept});
@@ -580,21 +593,43 @@ std::uint32_t Worker::Impl::fallback_names(const WorkerPlan& of) const {
 void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
   if (delivered || sync_id != current_sync) return;
   delivered = true;
-  push_result(current_version, status,
-              {options.consumer, current_plan->bytes_kept, engine->bytes_moved(), engine->update_ns(),
-               engine->copy_ns(), padding_bytes(*current_plan), engine->machine().rerouted(),
-               fallback_names(*current_plan)});
+  WorkerReport report{options.consumer,
+                      current_plan->bytes_kept,
+                      engine->bytes_moved(),
+                      engine->update_ns(),
+                      engine->copy_ns(),
+                      padding_bytes(*current_plan),
+                      engine->machine().rerouted(),
+                      fallback_names(*current_plan)};
+  engine->log().fill(report);
+  push_result(current_version, status, report,
+              trace ? std::optional(engine->log().timeline()) : std::nullopt);
+  if (current_trace) send(kSender, TimelineReport{sync_id, encode_timeline(engine->log().timeline())});
   end_if_decided();
 }
 
-void Worker::Impl::push_result(std::uint64_t version, const Status& status, const WorkerReport& report) {
+void Worker::Impl::push_result(std::uint64_t version, const Status& status, const WorkerReport& report,
+                               std::optional<Timeline> timeline) {
   ++pending_results;
   const auto held = engine->machine().version();
   MutexLock lock(mutex);
   held_version = held;
   held_modules = engine->machine().modules();
-  results.push_back({version, status, report});
+  results.push_back({version, status, report, current_sync, std::move(timeline)});
   wake.notify_all();
+}
+
+void Worker::Impl::write_trace(const Result_& result) {
+  if (!trace || !result.timeline || result.timeline->windows.empty()) return;
+  const std::vector<Window>& windows = result.timeline->windows;
+  trace->finish({.sync_id = result.sync_id,
+                 .version = result.version,
+                 .begin_ns = windows.front().begin_ns,
+                 .end_ns = windows.back().end_ns,
+                 .summary = result.status.to_string(),
+                 .processes = {{{Role::kWorker, options.consumer}, *result.timeline, ClockOffset()}},
+                 .missing = {}},
+                {}, [](const Member&) { return std::nullopt; });
 }
 
 void Worker::Impl::after_event() {
@@ -694,6 +729,7 @@ Status Worker::serve(const OnSync& on_sync) {
       result = std::move(worker.results.front());
       worker.results.pop_front();
     }
+    worker.write_trace(result);
     if (on_sync) on_sync(result.version, result.status, result.report);
     worker.progress->post([&worker] {
       if (--worker.pending_results != 0 || !worker.deferred) return;

@@ -46,6 +46,9 @@ inline constexpr std::uint64_t kQueuedFrameBytes = 512;                 // what 
 // Frames of one peer that may wait for the dispatcher; more stay in gRPC's flow control, so that a peer which
 // sends faster than we work is slowed down and costs no memory.
 inline constexpr int kMaxUndelivered = 8;
+// Heartbeats of a new link that each side answers at once. The best of a few exchanges is not one that a busy
+// machine held up.
+inline constexpr int kGreetings = 4;
 
 using FramePtr = std::shared_ptr<const v1::Frame>;
 
@@ -91,7 +94,7 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
     start_next();
   }
 
-  // Sends a heartbeat ahead of its time, so that the two clocks are soon compared: the first that a side
+  // Sends a heartbeat ahead of its time, so that the two clocks are soon compared: the first few that a side
   // receives it answers at once.
   void greet() {
     MutexLock lock(mutex_);
@@ -184,12 +187,14 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
     heard_ = true;
     heard_ns_ = now_ns;
     if (is_beat) {
-      const bool first = peer_beat_received_ns_ == 0;
       peer_beat_sent_ns_ = beat.sent_ns();
       peer_beat_received_ns_ = now_ns;
       if (beat.echo_received_ns() != 0)
         comparison_.add(beat.echo_sent_ns(), beat.echo_received_ns(), beat.sent_ns(), now_ns);
-      if (first) send_beat();
+      if (greetings_ < kGreetings) {
+        ++greetings_;
+        send_beat();
+      }
     }
     if (is_whole) ++undelivered_;
     handling_ = false;
@@ -310,6 +315,7 @@ class FrameStream : public Reactor, public std::enable_shared_from_this<FrameStr
   std::int64_t peer_beat_sent_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;
   std::int64_t peer_beat_received_ns_ SHARDPULL_GUARDED_BY(mutex_) = 0;  // 0: none yet
   ClockComparison comparison_ SHARDPULL_GUARDED_BY(mutex_);
+  int greetings_ SHARDPULL_GUARDED_BY(mutex_) = 0;  // beats answered at once
 };
 
 // The address of a hub as gRPC takes it. Long or oddly spelled paths work: the name that gRPC sees is
