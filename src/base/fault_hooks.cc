@@ -3,6 +3,7 @@
 #ifdef SHARDPULL_FAULT_HOOKS
 
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -83,7 +84,8 @@ void announce(const Fault& fault, std::uint64_t sync_id) {
   if (path == nullptr || std::strlen(path) >= sizeof address.sun_path) return;
   std::strcpy(address.sun_path, path);
   const UniqueFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!fd.valid() || connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) return;
+  if (!fd.valid() || connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
+    return;
   const std::string line = fmt::format("{} {} {} {}\n", getpid(), fault.point, sync_id, fault.reached);
   if (send(fd.get(), line.data(), line.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(line.size())) return;
   pollfd answer{fd.get(), POLLIN, 0};
@@ -111,7 +113,8 @@ void fault_point(std::string_view point, std::uint64_t sync_id) {
     if (fault.action == "announce") {
       announce(fault, sync_id);
     } else {
-      kill(getpid(), fault.action == "kill" ? SIGKILL : SIGSTOP);
+      // To this thread, which then does not go on while another one takes the signal.
+      pthread_kill(pthread_self(), fault.action == "kill" ? SIGKILL : SIGSTOP);
     }
   }
 }

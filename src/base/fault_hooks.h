@@ -5,21 +5,23 @@
 //
 //   ACTION@POINT[/SYNC][:N],...      kill@worker.landed/2:3,announce@sender.prepared
 //
-// SYNC: only in this sync (of its id). N: only the Nth time that the entry's point is reached; else every time.
+// SYNC: only in this sync (of its id). N: only the Nth time that the entry's point is reached; else every
+// time.
 //
 //   kill      SIGKILL to the whole process
 //   stop      SIGSTOP to the whole process
 //   announce  connects to the unix socket SHARDPULL_FAULT_SOCKET, writes "PID POINT SYNC N\n", and holds the
-//             thread that reached the point until it is answered by a byte or the connection ends, two minutes
-//             at most. Other threads go on: the process shows signs of life.
+//             thread that reached the point until it is answered by a byte or the connection ends, two
+//             minutes at most. Other threads go on: the process shows signs of life.
 //
 // The points, in the order of a sync. Of a trainer's: sender.joined (a worker's InitDone has arrived),
-// sender.sending (before a sync is opened), sender.opened (once per rank, SyncOpen sent), sender.starting (per
-// worker, StartUpdate sent), rank.begun, sender.updating (per worker, Update sent), rank.published (per group),
-// rank.packing (per pack), rank.ended, sender.prepared (per worker, before its Finish), sender.finishing (per
-// worker, Finish sent), sender.closing (per rank, before its SyncClosed). Of a worker's: worker.started,
-// worker.pulled (per run), worker.ready (per run), worker.transferring, worker.landed and worker.scattered (per
-// chunk; packed: the first two per run), worker.prepared, worker.committing, worker.committed.
+// sender.sending (before a sync is opened), sender.opened (once per rank, SyncOpen sent), sender.starting
+// (per worker, StartUpdate sent), rank.begun, sender.updating (per worker, Update sent), rank.published (per
+// group), rank.packing (per pack), rank.ended, sender.prepared (per worker, before its Finish),
+// sender.finishing (per worker, Finish sent), sender.closing (per rank, before its SyncClosed). Of a
+// worker's: worker.started, worker.pulled (per run), worker.ready (per run), worker.transferring,
+// worker.landed and worker.scattered (per chunk; packed: the first two per run), worker.prepared,
+// worker.committing, worker.committed.
 #pragma once
 
 #include <cstdint>

@@ -70,7 +70,8 @@ class WorkerRun {
             launcher_.send_error(failure_);
           }
         });
-    if (!served.ok() || wrong_) SHARDPULL_RETURN_IF_ERROR(failure_);  // the cause; what else is said followed
+    // The cause of what followed: the sync that failed, unless it is this process that fell out of the fleet.
+    if (wrong_ || (!served.ok() && served.info().fault != Fault::kHost)) SHARDPULL_RETURN_IF_ERROR(failure_);
     SHARDPULL_RETURN_IF_ERROR(served);
     if (!arguments_.dump.empty()) {
       SHARDPULL_ASSIGN_OR_RETURN(const std::uint64_t version, worker->version());

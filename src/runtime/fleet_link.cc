@@ -154,6 +154,13 @@ void MessageQueue::push_error(const Status& why) {
   wake_.notify_all();
 }
 
+void MessageQueue::forget_errors_of(const std::string& peer) {
+  MutexLock lock(mutex_);
+  std::erase_if(messages_, [&](const Result<FleetMessage>& each) {
+    return !each.ok() && each.status().info().peer == peer;
+  });
+}
+
 void MessageQueue::close(const Status& why) {
   MutexLock lock(mutex_);
   if (!closed_) closed_ = why;

@@ -565,7 +565,10 @@ void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitReques
 }
 
 void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
-  if (done.status.ok()) ready_workers.insert(consumer);
+  if (done.status.ok()) {
+    ready_workers.insert(consumer);
+    messages.forget_errors_of(to_string(Member{Role::kWorker, consumer}));
+  }
   {
     MutexLock lock(mutex);
     workers_done[consumer] = done;

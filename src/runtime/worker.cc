@@ -157,16 +157,18 @@ struct Worker::Impl final : TransportSink {
   Model& model;
   const Incarnation incarnation = random_nonzero_u64();
   const Clock& clock = SystemClock::instance();
+  // These two are destroyed after the progress thread: until the transport has gone, reads under way may land in
+  // their memory.
+  std::unique_ptr<FallbackModel> fallbacks;  // the modules that did not bake; null when all did
+  std::unique_ptr<ConsumerEngine> engine;    // confined to the progress thread once made
   std::unique_ptr<ProgressThread> progress;
   std::unique_ptr<ControlRelay> relay;
   std::unique_ptr<Control> control;
   std::shared_ptr<const Recording> recorded = std::make_shared<Recording>();
   // `recorded` with what did not bake as modules of their own; the same when all did.
   std::shared_ptr<const Recording> planned = recorded;
-  std::unique_ptr<FallbackModel> fallbacks;  // the memory of these modules; null when all baked
   std::shared_ptr<const InitTables> tables;
   std::shared_ptr<const WorkerPlan> plan;
-  std::unique_ptr<ConsumerEngine> engine;  // confined to the progress thread once made
 
   std::atomic<std::uint64_t> version_guard{0};
 
@@ -644,7 +646,7 @@ void Worker::Impl::after_event() {
 void Worker::Impl::on_lost(const Member& member, const Status& why) {
   const Status named(StatusCode::kUnavailable,
                      fmt::format("{} is lost: {}", to_string(member), why.message()),
-                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = to_string(member)});
+                     {.reason = Reason::kPeerLost, .fault = why.info().fault, .peer = to_string(member)});
   if (member.role == Role::kTrainer) ranks_up.erase(member.id);
   if (engine != nullptr && member.role == Role::kTrainer) engine->producer_lost(member.id, named);
   after_event();

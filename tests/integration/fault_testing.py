@@ -19,7 +19,7 @@ WORKER_POINTS = ["worker.started", "worker.pulled", "worker.ready", "worker.tran
                  "worker.prepared", "worker.committing", "worker.committed"]
 SENDER_POINTS = ["sender.opened", "sender.updating", "rank.published", "sender.prepared", "sender.finishing", "sender.closing"]
 RANK_POINTS = ["rank.begun", "rank.published", "rank.packing", "rank.ended"]
-SYNC_LINE = re.compile(r"sync (\d+): version (\d+), .*?(, exact)?(?:, by (\d+) of (\d+) workers(?:; lost: (.*))?)?$")
+SYNC_LINE = re.compile(r"sync (\d+): version (\d+), .*?(, exact)?(?:, by (\d+) of (\d+) workers)?(?:; lost: (.*))?$")
 
 
 def has_hooks():
@@ -55,6 +55,7 @@ class Announcements:
         self.listener.bind(str(path))
         self.listener.listen(64)
         self.arrived, self.waiting = queue.Queue(), []
+        self.taken = []  # whoever forgets one does not let its process go on
         threading.Thread(target=self.accept, daemon=True).start()
 
     def accept(self):
@@ -74,6 +75,7 @@ class Announcements:
             for one in self.waiting:
                 if one.point == point and pid in (None, one.pid):
                     self.waiting.remove(one)
+                    self.taken.append(one)
                     return one
             try:
                 self.waiting.append(self.arrived.get(timeout=max(0.0, deadline - time.monotonic())))
@@ -85,7 +87,7 @@ class Announcements:
         self.listener.close()
         while not self.arrived.empty():
             self.waiting.append(self.arrived.get())
-        for one in self.waiting:
+        for one in self.waiting + self.taken:
             one.go()
 
 
@@ -276,6 +278,12 @@ class FaultTest(FleetTest):
         with contextlib.suppress(OSError):
             return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
         return ""
+
+    def stop(self, process):
+        """SIGSTOP; returns when none of its threads goes on."""
+        process.signal(signal.SIGSTOP)
+        self.wait_until(f"{process.name} is stopped", lambda: all(
+            self.state(f"{process.pid}/task/{task}") == "T" for task in os.listdir(f"/proc/{process.pid}/task")))
 
     def wait_until(self, what, condition, timeout=20.0):
         deadline = time.monotonic() + timeout * SLOWNESS

@@ -36,10 +36,10 @@ class Senders(test_faults_trainers.KilledSender):
 class Ranks(test_faults_trainers.KilledRank):
     def test_at_every_point(self):
         for transport, path in ways(*EVERY_WAY):
-            for trainer, taken_over in self.LAYOUTS:
+            for layout, taken_over in self.LAYOUTS:
                 for point in RANK_POINTS:
                     if point != "rank.packing" or path == "packed":
-                        self.kill_at(point, transport, path, trainer, taken_over)
+                        self.kill_at(point, transport, path, layout, taken_over)
 
 
 class Soak(test_faults_soak.Soak):

@@ -16,8 +16,8 @@ SILENT_WITHIN = DEAD_AFTER + 10 * SLOWNESS
 
 
 class TrainerFault(FaultTest):
-    def launch_small(self, transport, path, faults, syncs=3, **how):
-        self.launch(syncs, "--transport", transport, "--path", path, inference="replicas=2", workers=2, faults=faults, **how)
+    def launch_small(self, transport, path, faults, syncs=3, *flags, **how):
+        self.launch(syncs, "--transport", transport, "--path", path, *flags, inference="replicas=2", workers=2, faults=faults, **how)
 
     def expect_no_version(self, *but):
         for number in range(self.workers):
@@ -53,36 +53,46 @@ class KilledSender(TrainerFault):
 
 
 class KilledRank(TrainerFault):
-    # How trainers hold the model, and whether others take over what a killed one served; packed, so that it packs.
-    LAYOUTS = [("pp=2", False)]
+    # How trainers hold the model, and whether another one has all that a killed one served.
+    LAYOUTS = [(("pp=2",), False), (("fsdp=2", "--publish", "gather"), True)]
 
-    def kill_at(self, point, transport, path, trainer, taken_over):
+    def kill_at(self, point, transport, path, layout, taken_over):
+        trainer, *flags = layout
         with self.subTest(f"{trainer} {transport} {path} {point}"):
-            self.launch_small(transport, path, {"trainer 1": f"announce@{point}/2:1"}, trainer=trainer)
-            self.expect_sync()
+            self.launch_small(transport, path, {"trainer 1": f"announce@{point}/2:1"}, 4, *flags, trainer=trainer)
+            undisturbed = self.expect_sync()
             self.next_sync()
             self.announced(point, self.processes["trainer 1"])
-            # Once a rank has ended nobody needs it for this sync, but the next one, and the command for its report.
-            needed = point != "rank.ended"
-            if not needed:
+            # Once a rank has ended nobody needs it for this sync.
+            goes_on = taken_over or point == "rank.ended"
+            if point == "rank.ended":
                 self.wait_until("commits", lambda: all(self.processes[f"worker {n}"].versions() == [0, 1] for n in range(2)))
             self.processes["trainer 1"].signal(signal.SIGKILL)
             killed = time.monotonic()
-            if needed and taken_over:
-                self.check_sync(self.sync_line(), 2)
-                self.measured(f"{transport} {path}, trainer killed at {point}: others have taken over after", time.monotonic() - killed)
-                self.announced("sender.sending").go()
-            seconds = self.expect_failure("trainer 1", KILLED_WITHIN, but=["trainer 1"])
-            self.measured(f"{transport} {path}, trainer killed at {point}: all have ended after", seconds)
-            if needed and not taken_over:
-                self.expect_no_version()
+            if goes_on:
+                line = self.sync_line()
+                self.check_sync(line, 2)
+                self.assertLessEqual(line.at - killed, undisturbed + DEAD_AFTER + 1)
+                self.measured(f"{trainer} {transport} {path}, trainer killed at {point}: all have the sync after", line.at - killed)
+                self.processes["trainer 1"].wait()
+            if taken_over:
+                for _ in range(2):
+                    self.expect_sync()
+                self.end("trainer 1")
+            else:
+                if goes_on:
+                    self.next_sync()
+                seconds = self.expect_failure("trainer 1", KILLED_WITHIN, but=["trainer 1"])
+                self.measured(f"{trainer} {transport} {path}, trainer killed at {point}: all have ended after", seconds)
+                for number in range(2):
+                    self.assertEqual(self.processes[f"worker {number}"].versions(), [0, 1] if goes_on else [0])
             self.shut()
             self.assert_nothing_left()
 
     def test_at_every_point(self):
-        for trainer, taken_over in self.LAYOUTS:
+        for layout, taken_over in self.LAYOUTS:
             for point in RANK_POINTS[::2] if SANITIZED else RANK_POINTS:
-                self.kill_at(point, "shm", "packed", trainer, taken_over)
+                self.kill_at(point, "shm", "packed", layout, taken_over)
 
     def test_between_two_syncs(self):
         """The next sync fails naming it; a process started in its place is told that trainers do not come back."""
@@ -99,12 +109,12 @@ class KilledRank(TrainerFault):
 
 
 class StoppedTrainer(TrainerFault):
-    def stop(self, name, point, seconds):
+    def stop_at(self, name, point, seconds):
         """Stops the trainer at the point of the second sync and, after a while, lets it go on."""
         self.next_sync()
         process = self.processes[name]
         at = self.announced(point, process)
-        process.signal(signal.SIGSTOP)
+        self.stop(process)
         at.go()
         self.pause(seconds)
         return process
@@ -115,7 +125,7 @@ class StoppedTrainer(TrainerFault):
             with self.subTest(name):
                 self.launch_small("shm", "packed", {name: f"announce@{point}/2:1"})
                 self.expect_sync()
-                self.stop(name, point, DEAD_AFTER * 0.6).signal(signal.SIGCONT)
+                self.stop_at(name, point, DEAD_AFTER * 0.6).signal(signal.SIGCONT)
                 self.check_sync(self.sync_line(), 2)
                 self.expect_sync()
                 self.end()
@@ -126,7 +136,7 @@ class StoppedTrainer(TrainerFault):
             with self.subTest(name):
                 self.launch_small("shm", "packed", {name: f"announce@{point}/2:1"}, on_loss="fail")
                 self.expect_sync()
-                process = self.stop(name, point, 0)
+                process = self.stop_at(name, point, 0)
                 seconds = self.expect_failure(name, SILENT_WITHIN, but=[name])
                 self.measured(f"shm packed, {name} stopped at {point}: all have ended after", seconds)
                 self.expect_no_version()

@@ -7,8 +7,8 @@
 namespace shardpull {
 namespace {
 
-// Goal: a process that was stopped knows that its peers have taken it for dead, whatever it notices first, and does not
-// explain later losses by that.
+// Goal: a process that was stopped knows that its peers have taken it for dead, whatever it notices first,
+// and does not explain later losses by that.
 TEST(StandstillWatch, ALateBeatIsAStandstillForAWhile) {
   constexpr std::int64_t kSecond = kNanosPerSecond;
   StandstillWatch watch(5 * kSecond);

@@ -578,7 +578,10 @@ void GrpcLink::ended(const StreamPtr& stream) {
     why = member_gone(hub_, fmt::format("its control link broke: {}", stream->final_status().message()));
   // Then it is this process that is gone, for the others.
   if (const std::string still = standstill_.recent(SystemClock::instance().now_ns()); !still.empty()) {
-    why = member_gone(hub_, still + ": the fleet has taken it for dead. It can be started again");
+    const std::string name = to_string(hub_);
+    why = Status(StatusCode::kUnavailable,
+                 fmt::format("{} is gone: {}: the fleet has taken it for dead. It can be started again", name, still),
+                 {.reason = Reason::kPeerLost, .fault = Fault::kHost, .peer = name});
   }
   {
     MutexLock lock(mutex_);
