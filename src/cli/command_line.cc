@@ -353,6 +353,17 @@ void add_recordings(CLI::App& app, std::vector<std::string>& files) {
       ->check(not_empty);
 }
 
+constexpr std::int64_t kMaxSeed = std::int64_t{1} << 62;
+
+void add_simulate(CLI::App& app, SimulateArguments& simulate) {
+  add_integer(app, "--seeds", simulate.seeds, 1, 1'000'000'000, "How many fleets to run");
+  add_integer(app, "--first-seed", simulate.first_seed, 0, kMaxSeed, "The first one's seed; the others follow");
+  add_optional_integer(app, "--seed", simulate.seed, 0, kMaxSeed,
+                       "Run this one alone, and show what it draws and its trace's hash");
+  app.add_flag("--trace", simulate.trace, "With --seed: a line for each step, on standard error");
+  add_integer(app, "--threads", simulate.threads, 0, 1024, "Fleets at once; 0 = one a core");
+}
+
 void add_doctor(CLI::App& app, DoctorArguments& doctor) {
   add_text(app, "--rendezvous", "Where a fleet would meet: is it this host's and free, or reached from here?",
            "HOST:PORT", [&doctor](const std::string& text) {
@@ -679,6 +690,10 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
   CLI::App* const doctor_app = app.add_subcommand(
       "doctor", "Say what of this host makes a fleet slow or fail, and the command that helps");
   add_doctor(*doctor_app, doctor);
+  SimulateArguments simulate;
+  CLI::App* const simulate_app = app.add_subcommand(
+      "simulate", "Run whole fleets in simulated time, with everything that can go wrong, and check every rule");
+  add_simulate(*simulate_app, simulate);
 
   const auto chosen = [&]() -> const CLI::App& {
     const auto commands = app.get_subcommands();
@@ -735,6 +750,10 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
       return worker;
     }
     if (doctor_app->parsed()) return doctor;
+    if (simulate_app->parsed()) {
+      if (simulate.trace && !simulate.seed) throw CLI::ValidationError("--trace: of one seed alone; give --seed");
+      return simulate;
+    }
     return Notice{kExitUsage, app.help()};
   } catch (const CLI::CallForHelp&) {
     return Notice{kExitDone, app.help()};
@@ -767,6 +786,7 @@ int run(int argc, const char* const* argv) {
     int operator()(const TrainerArguments& arguments) const { return run_trainer(arguments); }
     int operator()(const WorkerArguments& arguments) const { return run_worker(arguments); }
     int operator()(const DoctorArguments& arguments) const { return run_doctor(arguments); }
+    int operator()(const SimulateArguments& arguments) const { return run_simulate(arguments); }
   };
   // A closed standard stream must not become the descriptor of something else, and what is written to it is
   // lost.

@@ -18,7 +18,7 @@ struct Notice {
 };
 
 using Command = std::variant<Notice, GenerateArguments, InspectArguments, PlanArguments, SyncArguments,
-                             TrainerArguments, WorkerArguments, DoctorArguments>;
+                             TrainerArguments, WorkerArguments, DoctorArguments, SimulateArguments>;
 
 // Parses what follows the program's name. Never fails otherwise than by a Notice, which names the flag and
 // the accepted form. `environment` says what trainer and worker processes were not given (cli/environment.h).

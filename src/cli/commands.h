@@ -140,6 +140,14 @@ struct DoctorArguments {
   bool json = false;
 };
 
+struct SimulateArguments {
+  std::uint64_t seeds = 200;
+  std::uint64_t first_seed = 1;
+  std::optional<std::int64_t> seed;  // one alone, with all that it draws
+  bool trace = false;                 // of that one: a line for each step
+  std::uint32_t threads = 0;          // 0: as many as there are cores
+};
+
 int run_generate(const GenerateArguments& arguments);
 int run_inspect(const InspectArguments& arguments);
 int run_plan(const PlanArguments& arguments);
@@ -147,5 +155,6 @@ int run_sync(const SyncArguments& arguments);
 int run_trainer(const TrainerArguments& arguments);
 int run_worker(const WorkerArguments& arguments);
 int run_doctor(const DoctorArguments& arguments);
+int run_simulate(const SimulateArguments& arguments);
 
 }  // namespace shardpull::cli

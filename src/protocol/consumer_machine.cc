@@ -43,6 +43,7 @@
 
 #include <fmt/format.h>
 
+#include "base/plants.h"
 #include "protocol/wording.h"
 
 namespace shardpull {
@@ -276,7 +277,8 @@ struct ConsumerMachine::State {
       }
       const std::uint32_t ordinal = course->facts[next].ordinal,
                           depth = static_cast<std::uint32_t>(slots.size());
-      if (ordinal >= depth && !chunks[course->keyed[ordinal - depth]].read) return;
+      if (ordinal >= depth && !chunks[course->keyed[ordinal - depth]].read && !SHARDPULL_PLANT("issue-without-drain"))
+        return;
       progress.state = ChunkState::kIssued;
       if (takes_slot(chunk)) {
         progress.slot = static_cast<std::uint32_t>(slot_cursor++ % slots.size());
@@ -359,7 +361,7 @@ struct ConsumerMachine::State {
     run.state = RunState::kAsked;
     run.producer = *candidate;
     run.ready = {};
-    run.lane = LaneKind::kRecovery;
+    if (!SHARDPULL_PLANT("reroute-without-a-lane")) run.lane = LaneKind::kRecovery;
     run.seq = kNone;
     const auto [lane, fresh] = recovery.try_emplace(*candidate);
     if (fresh) out.push_back(AnnounceRecovery{*candidate});
@@ -438,7 +440,8 @@ struct ConsumerMachine::State {
 
   void start_transfers(std::uint32_t c, ConsumerActions& out) {
     ChunkProgress& progress = chunks[c];
-    if (slots[progress.slot].done + 1 != progress.generation) return;  // the use before still reads the slot
+    if (slots[progress.slot].done + 1 != progress.generation && !SHARDPULL_PLANT("slot-without-generation"))
+      return;  // the use before still reads the slot
     for (std::uint16_t r = 0; r < progress.runs.size(); ++r) {
       RunProgress& run = progress.runs[r];
       if (run.state != RunState::kReady) continue;
@@ -483,7 +486,7 @@ struct ConsumerMachine::State {
       const bool blocked =
           std::any_of(course->facts[c].after.begin(), course->facts[c].after.end(),
                       [&](std::uint32_t before) { return chunks[before].state != ChunkState::kDone; });
-      if (blocked) {
+      if (blocked && !SHARDPULL_PLANT("chunks-without-module-order")) {
         ++it;
         continue;
       }
@@ -491,6 +494,7 @@ struct ConsumerMachine::State {
       ChunkProgress& progress = chunks[c];
       progress.state = ChunkState::kScattering;
       ++scatters;
+      if (SHARDPULL_PLANT("signal-before-the-copy-ends") && !progress.read) end_reading(c);
       if (!config.staged) {
         for (const std::uint32_t module : plan().chunks[c].materialise) touch(module);
       }
@@ -752,9 +756,10 @@ void ConsumerMachine::ready(std::int64_t now_ns, std::uint32_t producer, const P
 void ConsumerMachine::pull_failed(std::int64_t now_ns, std::uint32_t producer, const PullId& pull,
                                   const Status& why, ConsumerActions& out) {
   State& s = *state_;
-  (void)now_ns;
   std::uint32_t c = kNone;
   if (s.awaited(producer, pull, c) == nullptr) return;
+  // A process that ends in good order says so here before its end is known.
+  if (why.info().reason == Reason::kShutdown) return producer_unreachable(now_ns, producer, why, out);
   s.set_error(why.with_context(fmt::format("{} from {}", s.describe(c), trainer_name(producer))), true, out);
 }
 

@@ -33,6 +33,7 @@
 #include <fmt/format.h>
 
 #include "base/checked.h"
+#include "base/plants.h"
 #include "base/status_macros.h"
 #include "plan/integrity.h"
 #include "protocol/wording.h"
@@ -265,6 +266,8 @@ struct ProducerMachine::State {
   std::uint32_t unpublished = 0, unfreed = 0;
   std::int64_t last_progress_ns = 0;
   Status failure;
+  std::uint64_t opened_id = 0;
+  std::map<std::uint32_t, std::uint64_t> opened_lives;  // by consumer; 0: not known yet
   std::uint64_t early_failure_id = 0;
   Status early_failure;
 
@@ -369,16 +372,32 @@ struct ProducerMachine::State {
 
   // Starts the pack of a meeting when every live sharer is there, the group is published and the slot is
   // free.
+  // Sharers that will not come: they have the group already, from a producer that they can reach.
+  std::size_t elsewhere(std::uint32_t ring_id, const Meeting& meeting, const Group& group) const {
+    std::size_t count = 0;
+    if (rings.at(ring_id).kind != LaneKind::kRegular) return count;
+    for (std::uint32_t c = ring_id; c < consumers.size(); c += sharing) {
+      if (consumers[c].live && group.signalled[c] &&
+          std::find(meeting.arrived.begin(), meeting.arrived.end(), c) == meeting.arrived.end())
+        ++count;
+    }
+    return count;
+  }
+
   void try_pack(std::uint32_t ring_id, std::uint32_t seq, ProducerActions& out) {
     Ring& ring = rings.at(ring_id);
     const auto it = ring.meetings.find(seq);
     if (!running || it == ring.meetings.end() || it->second.ticket != 0 || it->second.arrived.empty()) return;
     Meeting& meeting = it->second;
-    if (meeting.arrived.size() != ring.live_sharers) return;  // only live consumers are in it, each once
     const auto& pull = serve_of({meeting.arrived.front(), ring.kind, seq}).pull;
     Group& group = groups[pull->group];
+    // Only live consumers have arrived, each once.
+    if (meeting.arrived.size() + elsewhere(ring_id, meeting, group) != ring.live_sharers &&
+        !SHARDPULL_PLANT("pack-before-all-sharers"))
+      return;
     if (!group.published || ring.asked_bytes != 0 || ring.slots.empty()) return;
-    const std::uint32_t index = seq % ring.depth;
+    const std::uint32_t index =
+        (SHARDPULL_PLANT("slot-by-arrival") ? static_cast<std::uint32_t>(packs_done) : seq) % ring.depth;
     Slot& slot = ring.slots[index];
     if (slot.ticket != 0) return;  // a pack of an earlier sync still writes it
 
@@ -437,7 +456,7 @@ struct ProducerMachine::State {
   void maybe_free(std::uint32_t g, ProducerActions& out) {
     Group& group = groups[g];
     if (!running || !group.in_sync || !group.published || group.freed || group.missing != 0 ||
-        group.packs != 0)
+        (group.packs != 0 && !SHARDPULL_PLANT("freed-under-a-pack")))
       return;
     group.freed = true;
     --unfreed;
@@ -752,13 +771,14 @@ struct ProducerMachine::State {
       }
       acknowledged.push_back(g);
       stop_reading_group(consumer, sync_id, g);
-      if (groups[g].signalled[consumer]) {
+      if (groups[g].signalled[consumer] && !SHARDPULL_PLANT("signals-are-counted")) {
         ++drops.duplicate_signals;
         continue;
       }
       if (!running) continue;  // failed: that it reads no longer is all it says
       groups[g].signalled[consumer] = true;
-      --groups[g].missing;
+      groups[g].missing -= groups[g].missing == 0 ? 0 : 1;
+      if (SHARDPULL_PLANT("freed-by-the-first-signal")) groups[g].missing = 0;
       last_progress_ns = now_ns;
       fresh.push_back(g);
     }
@@ -777,6 +797,8 @@ struct ProducerMachine::State {
                out);
         return true;
       });
+      const auto meetings = groups[g].meetings;  // which do not wait for it any more
+      for (const auto& [ring, seq] : meetings) try_pack(ring, seq, out);
       maybe_free(g, out);
     }
   }
@@ -849,7 +871,7 @@ struct ProducerMachine::State {
       serve.id = pull;
       if (known->path != Path::kPacked) return answer(now_ns, place, in_place_ready(known), out);
       const Slot& slot = ring.slots[pull.seq % depth];
-      if (slot.sync_id == sync_id && slot.seq == pull.seq) {
+      if ((slot.sync_id == sync_id && slot.seq == pull.seq) || SHARDPULL_PLANT("retry-gets-what-the-slot-holds")) {
         return answer(now_ns, place, packed_ready(*known, pull.seq % depth, slot), out);
       }
       return no(StatusCode::kFailedPrecondition,
@@ -1036,8 +1058,13 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
     s.early_failure = {};
     if (mine) s.fail_sync(why, out);
   }
+  const auto meant = [&](std::uint32_t c) {
+    const auto life = s.opened_lives.find(c);
+    return s.opened_id != sync_id || life == s.opened_lives.end() || life->second == 0 ||
+           life->second == s.consumers[c].incarnation;
+  };
   for (const std::uint32_t c : live) {
-    if (s.consumers[c].gone) {
+    if (s.consumers[c].gone || !meant(c)) {
       s.leave_sync(c,
                    peer_error(StatusCode::kUnavailable, worker_name(c), "gone before the sync began",
                               Reason::kPeerLost),
@@ -1048,6 +1075,7 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
     Early& early = s.consumers[c].early;
     if (early.size() == 0 || early.sync_id > sync_id) continue;
     const Early kept = std::exchange(early, {});
+    if (SHARDPULL_PLANT("begin-forgets-early-signals")) continue;
     if (kept.sync_id < sync_id) {
       s.drops.stale_sync += kept.size();
       continue;
@@ -1059,6 +1087,16 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
   }
   s.settle(out);
   return {};
+}
+
+void ProducerMachine::sync_opened(std::uint64_t sync_id, const std::vector<std::uint32_t>& live) {
+  State& s = *state_;
+  if (sync_id <= s.sync_id || sync_id <= s.opened_id) return;
+  s.opened_id = sync_id;
+  s.opened_lives.clear();
+  for (const std::uint32_t c : live) {
+    if (c < s.consumers.size()) s.opened_lives.emplace(c, s.consumers[c].incarnation);
+  }
 }
 
 Status ProducerMachine::publish_group(std::int64_t now_ns, std::uint32_t g, std::vector<PublishedView> views,
@@ -1396,7 +1434,7 @@ void ProducerMachine::signal(std::int64_t now_ns, std::uint64_t incarnation, std
     ++s.drops.stale_incarnation;
     return;
   }
-  if (sync_id < s.sync_id) {
+  if (sync_id < s.sync_id && !SHARDPULL_PLANT("stale-signals-count")) {
     ++s.drops.stale_sync;
     for (const std::uint32_t g : groups) s.stop_reading_group(consumer, sync_id, g);
     return s.settle(out);

@@ -126,6 +126,10 @@ class ProducerMachine {
   Status begin_sync(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version,
                     const std::vector<std::uint32_t>& live, const std::vector<std::uint32_t>& groups,
                     const NameSet& names, ProducerActions& out);
+  // The sender has opened a sync with these workers, and means their lives of now. Call it as the sender's
+  // word arrives, whenever this rank comes to begin_sync: a worker that was started again meanwhile knows
+  // nothing of the sync, and is lost to it as it begins. Of the newest such sync.
+  void sync_opened(std::uint64_t sync_id, const std::vector<std::uint32_t>& live);
   // The bytes are final. `views` has every listed name (or piece) this rank holds of the group, once each,
   // in any order; it may have none. Refused: not syncing (with the failure when the sync has failed), group
   // not owned or published twice, a name missing, extra, or with another dtype or shape than the metadata, a

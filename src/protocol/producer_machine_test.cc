@@ -516,6 +516,22 @@ TEST(ProducerSharing, ALossNarrowsBarrierAndMeetingTogetherAndStartsThePack) {
   EXPECT_FALSE(b.machine.failure().ok() && !b.machine.syncing());
 }
 
+// A worker that cannot reach this producer, and pulls elsewhere, says through the hub that it has the group.
+TEST(ProducerSharing, ASharerThatHasTheGroupFromElsewhereIsNotWaitedFor) {
+  ProducerBench b({.groups = 1, .consumers = 2, .replicas = 2});
+  b.reserve_all();
+  ASSERT_EQ(b.begin(1), Status());
+  ASSERT_EQ(b.publish(0), Status());
+  b.pull(0, 0);
+  EXPECT_EQ(b.count<Pack>(), 0u) << "both share the slot";
+  b.signal(1, {0});
+  EXPECT_EQ(b.count<Pack>(), 1u);
+  b.finish_packs();
+  EXPECT_EQ(b.count<ReadyReply>(), 1u);
+  b.signal(0, {0});
+  EXPECT_THAT(freed(b), ElementsAre(0u));
+}
+
 TEST(ProducerSharing, FirstReplicaLostOneLeftTheRestGoesOn) {
   ProducerBench b({.groups = 1, .consumers = 4, .replicas = 2});
   b.reserve_all();
@@ -605,6 +621,29 @@ TEST(ProducerLoss, AConsumerKnownToBeGoneIsLostAsTheSyncBegins) {
   b.machine.consumer_up(0, 1, 9, b.out);
   ASSERT_EQ(b.begin(3), Status());
   EXPECT_THAT(b.machine.live(), ElementsAre(0u, 1u));
+}
+
+// The sender means the life that was up when it opened the sync. A rank that comes to it late, still busy
+// training, must not wait for the next life, which has never heard of the sync.
+TEST(ProducerLoss, ALifeThatCameAfterTheSyncWasOpenedHasNoPartInIt) {
+  ProducerBench b({.groups = 1, .consumers = 2, .replicas = 2});
+  b.reserve_all();
+  b.machine.sync_opened(1, {0, 1});
+  b.machine.consumer_lost(0, 1, Status(StatusCode::kUnavailable, "killed"), b.out);
+  b.machine.consumer_up(0, 1, 777, b.out);
+  b.machine.reserve(0, 1, 777, 64, 2, 2, 1, pulls_digest(b.pulls[1], 2), b.pulls[1], b.out);
+  b.take();
+  ASSERT_EQ(b.begin(1), Status());
+  EXPECT_THAT(b.machine.live(), ElementsAre(0u));
+  ASSERT_EQ(b.publish(0), Status());
+  b.serve(0, 0);
+  b.signal(0, {0});
+  EXPECT_THAT(freed(b), ElementsAre(0u));
+  ASSERT_EQ(b.machine.end_sync(0, b.out), Status());
+  EXPECT_EQ(b.count<SyncEnded>(), 1u);
+  b.machine.sync_opened(2, {0, 1});
+  ASSERT_EQ(b.begin(2), Status());
+  EXPECT_THAT(b.machine.live(), ElementsAre(0u, 1u)) << "the next one means the new life";
 }
 
 // ---- reserve ------------------------------------------------------------------------------------

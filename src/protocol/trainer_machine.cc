@@ -18,6 +18,7 @@
 
 #include <fmt/format.h>
 
+#include "base/plants.h"
 #include "protocol/wording.h"
 
 namespace shardpull {
@@ -44,7 +45,7 @@ struct TrainerMachine::State {
   void advance(TrainerActions& out) {
     if (!running) return;
     if (!error.ok()) {
-      if (asking || !quiet) return;
+      if (asking || (!quiet && !SHARDPULL_PLANT("buffers-back-before-quiet"))) return;
       for (const std::uint32_t group : std::exchange(resident, {})) out.push_back(Release{group});
       running = false;
       out.push_back(RankDone{sync_id, error});
@@ -216,7 +217,7 @@ struct SenderMachine::State {
       since_ns = now_ns;
       step<Update>(Progress::kStarted, Progress::kUpdating, out);
     }
-    if (phase == SyncPhase::kUpdating && none(Progress::kUpdating) && none(RankProgress::kOpened) &&
+    if (phase == SyncPhase::kUpdating && (none(Progress::kUpdating) || SHARDPULL_PLANT("commit-without-a-mate")) && none(RankProgress::kOpened) &&
         none(RankProgress::kBegan)) {
       phase = SyncPhase::kFinishing;
       since_ns = now_ns;
@@ -284,7 +285,7 @@ struct SenderMachine::State {
                            worker_name(consumer), why.message()),
                {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
     for (std::uint32_t c = first; c < std::min<std::size_t>(first + replica(), consumers.size()); ++c) {
-      if (c == consumer || !in_sync(consumers[c])) continue;
+      if (c == consumer || !in_sync(consumers[c]) || SHARDPULL_PLANT("mates-of-the-lost-stay")) continue;
       consumers[c] = Progress::kLost;
       dropped.push_back(c);
       out.push_back(FailConsumer{c, mate_lost});

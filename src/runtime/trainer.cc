@@ -663,6 +663,7 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
     table_status = status;
     wake.notify_all();
   } else if (auto* message = std::get_if<SyncOpen>(&body); message && from == kSender) {
+    server->sync_opened(message->sync_id, message->live_consumers);
     MutexLock lock(mutex);
     opened = std::move(*message);
     wake.notify_all();

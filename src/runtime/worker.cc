@@ -396,14 +396,14 @@ Status Worker::Impl::reserve() {
   Status status;
   std::vector<std::uint32_t> producers;
   progress->run([&] {
+    // Of a fleet that goes on without it. Also one that this worker takes nothing from: it would be signalled.
+    for (std::uint32_t rank = 0; rank < tables->producers.size(); ++rank) {
+      if (ranks_up.contains(rank)) continue;
+      engine->producer_lost(rank, Status(StatusCode::kUnavailable, "it was down before this worker joined",
+                                         {.reason = Reason::kPeerLost, .fault = Fault::kPeer}));
+    }
     for (const ProducerPlan& producer : plan->producers) {
-      if (ranks_up.contains(producer.producer)) {
-        producers.push_back(producer.producer);
-      } else {  // of a fleet that goes on without it
-        engine->producer_lost(producer.producer,
-                              Status(StatusCode::kUnavailable, "it was down before this worker joined",
-                                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer}));
-      }
+      if (ranks_up.contains(producer.producer)) producers.push_back(producer.producer);
     }
     status = engine->connect(static_cast<std::int64_t>(options.fleet.connect_timeout_ms) * kNanosPerMilli);
     after_event();

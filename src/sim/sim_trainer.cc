@@ -18,6 +18,7 @@ ProducerConfig producer_config(const SimModel& model, std::uint32_t rank) {
   config.rank = rank;
   config.tables = model.tables;
   config.stall_timeout_ns = kSimStallNs;
+  config.fail_on_consumer_loss = model.options.fail_on_loss;
   return config;
 }
 
@@ -42,13 +43,8 @@ std::uint64_t numel(const std::vector<std::int64_t>& shape) {
 
 }  // namespace
 
-bool SlotReaders::any_of_region(std::uint32_t rank, std::uint32_t region) const {
-  const auto it = readers_.lower_bound({rank, region, 0});
-  return it != readers_.end() && std::get<0>(it->first) == rank && std::get<1>(it->first) == region;
-}
-
 SimTrainer::SimTrainer(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t rank)
-    : world_(world),
+    : Process(world),
       model_(model),
       readers_(readers),
       rank_(rank),
@@ -61,6 +57,7 @@ SimTrainer::SimTrainer(World& world, const SimModel& model, SlotReaders& readers
     config.num_consumers = model.tables->num_consumers;
     config.workers_per_replica = model.workers_per_replica();
     config.step_timeout_ns = kSimStallNs;
+    config.fail_on_consumer_loss = model.options.fail_on_loss;
     sender_ = std::make_unique<SenderMachine>(config);
     sender_->set_tables(model.tables);
   }
@@ -84,8 +81,7 @@ SimTrainer::SimTrainer(World& world, const SimModel& model, SlotReaders& readers
 }
 
 void SimTrainer::tick() {
-  world_.after(kNanosPerSecond, [this] {
-    if (down_) return;
+  after(kNanosPerSecond, [this] {
     produce([&](std::int64_t now, ProducerActions& out) { producer_->tick(now, out); });
     if (sender_) drive_sender([&](std::int64_t now, SenderActions& out) { sender_->tick(now, out); });
     tick();
@@ -97,6 +93,17 @@ void SimTrainer::produce(Event event) {
   ProducerActions actions;
   event(world_.now_ns(), actions);
   for (const ProducerAction& action : actions) std::visit([&](const auto& one) { perform(one); }, action);
+}
+template <typename Event>
+void SimTrainer::produce_losing(Event event) {
+  produce([&](std::int64_t now, ProducerActions& out) {
+    const std::vector<std::uint32_t> before = producer_->live();
+    event(now, out);
+    const std::vector<std::uint32_t> after = producer_->live();
+    for (const std::uint32_t c : before) {
+      if (!std::binary_search(after.begin(), after.end(), c)) left_[c] = sync_id_;
+    }
+  });
 }
 template <typename Event>
 void SimTrainer::train(Event event) {
@@ -111,37 +118,66 @@ void SimTrainer::drive_sender(Event event) {
   for (const SenderAction& action : actions) std::visit([&](const auto& one) { perform(one); }, action);
 }
 
+// Who is gone is told of by the control channel.
 void SimTrainer::send(const Member& to, ControlBody body) {
-  if (const Status status = control_->send(to, std::move(body)); !status.ok()) {
-    world_.broken("trainer {}: {}", rank_, status.to_string());
-  }
+  (void)control_->send(to, std::move(body)).ok();
 }
 
 // ---- one sync -----------------------------------------------------------------------------------
 
-void SimTrainer::send_weights(std::uint64_t sync_id, std::uint64_t version, std::vector<std::uint32_t> live,
+std::vector<std::uint32_t> SimTrainer::whole_replicas(std::uint32_t allowed) const {
+  std::vector<std::uint32_t> live;
+  const std::uint32_t size = model_.tables->num_consumers / model_.tables->num_replicas;
+  for (std::uint32_t first = 0; first + size <= allowed; first += size) {
+    bool whole = true;
+    for (std::uint32_t c = first; c < first + size; ++c) whole = whole && ready_.contains(c);
+    for (std::uint32_t c = first; whole && c < first + size; ++c) live.push_back(c);
+  }
+  return live;
+}
+
+void SimTrainer::send_weights(std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed,
                               NameSet names) {
   world_.trace("send_weights", rank_, sync_id);
   returned_.reset();
+  done_.reset();
   call_ = Call{sync_id, version, {}, {}};
+  if (ended_) return maybe_return();
   if (sender_) {
     outcome_.reset();
-    sent_ = Call{sync_id, version, live, std::move(names)};
+    committing_ = false;
+    sent_ = Call{sync_id, version, whole_replicas(allowed), std::move(names)};
+    if (sent_.live.empty()) {
+      withdraw(Status(StatusCode::kUnavailable, "no whole replica is left", {.reason = Reason::kPeerLost}));
+      outcome_ = SyncOutcome{*returned_, {}, {}, {}, false};
+      return;
+    }
     drive_sender([&](std::int64_t now, SenderActions& out) {
-      if (const Status status = sender_->begin(now, sync_id, live, out); !status.ok())
+      if (const Status status = sender_->begin(now, sync_id, sent_.live, out); !status.ok())
         world_.broken("{}", status.to_string());
     });
   }
   try_begin();
 }
 
+void SimTrainer::withdraw(const Status& why) {
+  call_.reset();
+  returned_ = why;
+}
+
 void SimTrainer::try_begin() {
   if (!call_ || !open_ || call_->sync_id != open_->sync_id) return;
   const SyncOpen open = *std::exchange(open_, std::nullopt);
   call_.reset();
+  if (closed_ && closed_->sync_id == open.sync_id) {  // over before this rank came to it
+    returned_ = closed_->status;
+    if (returned_->ok()) world_.broken("sync {} was closed before trainer {} began it", open.sync_id, rank_);
+    return;
+  }
   sync_id_ = open.sync_id;
   version_ = open.version;
   names_ = open.names;
+  running_ = true;
   const std::vector<bool> visited = listed_groups(names_, *model_.tables);
   std::vector<std::uint32_t> groups = model_.owned_groups[rank_];
   std::erase_if(groups, [&](std::uint32_t group) { return !visited[group]; });
@@ -149,18 +185,36 @@ void SimTrainer::try_begin() {
     const Status status =
         producer_->begin_sync(now, open.sync_id, open.version, open.live_consumers, groups, names_, out);
     if (!status.ok()) world_.broken("begin_sync: {}", status.to_string());
+    const std::vector<std::uint32_t> live = producer_->live();
+    for (const std::uint32_t c : open.live_consumers) {
+      if (!std::binary_search(live.begin(), live.end(), c)) left_[c] = sync_id_;
+    }
   });
   send(kSender, SyncBegan{open.sync_id});
   if (!producer_->syncing()) {  // it had failed elsewhere already
     RankEnded ended;
     ended.sync_id = open.sync_id;
     ended.status = producer_->failure();
-    return send(kSender, ended);
+    done_ = ended.status;
+    send(kSender, ended);
+    return maybe_return();
   }
   train([&](TrainerActions& out) {
     const Status status = trainer_.begin(open.sync_id, groups, model_.resident[rank_], out);
     if (!status.ok()) world_.broken("trainer begin: {}", status.to_string());
   });
+}
+
+// send_weights returns when its part is over and the sender has spoken, or is gone.
+void SimTrainer::maybe_return() {
+  if (call_ && ended_) return withdraw(*ended_);
+  if (!running_ || !done_) return;
+  const bool closed = closed_ && closed_->sync_id == sync_id_;
+  if (!closed && !ended_) return;
+  running_ = false;
+  returned_ = closed ? closed_->status : *ended_;
+  if (returned_->ok()) returned_ = done_;
+  overwrite_homes();
 }
 
 std::shared_ptr<ExportedMemory> SimTrainer::allocate_and_grant(std::uint64_t bytes) {
@@ -242,10 +296,10 @@ void SimTrainer::gather(std::uint32_t group) {
 }
 
 void SimTrainer::perform(const trainer_action::AskSource& action) {
-  world_.later(kGatherNs, [this, group = action.group] { gather(group); });
+  later(kGatherNs, [this, group = action.group] { gather(group); });
 }
 void SimTrainer::perform(const trainer_action::AskEnd&) {
-  world_.later(kPieceNs, [this] { train([&](TrainerActions& out) { trainer_.source_ended(out); }); });
+  later(kPieceNs, [this] { train([&](TrainerActions& out) { trainer_.source_ended(out); }); });
 }
 void SimTrainer::perform(const trainer_action::Release& action) {
   world_.trace("release", rank_, action.group);
@@ -255,7 +309,7 @@ void SimTrainer::perform(const trainer_action::Release& action) {
     if (group == action.group)
       world_.broken("trainer {} releases group {} while a pack reads it", rank_, group);
   }
-  if (readers_.any({rank_, it->second->ref().region, SlotReaders::kMapped})) {
+  if (readers_.any({rank_, it->second->ref().region, SlotReaders::kMapped}, counted())) {
     world_.broken("trainer {} releases group {} while a worker copies from it", rank_, action.group);
   }
   if (!model_.resident[rank_]) {
@@ -277,14 +331,16 @@ void SimTrainer::perform(const trainer_action::RankDone& action) {
   ended.sync_id = action.sync_id;
   ended.status = action.status;
   send(kSender, ended);
+  done_ = action.status;
+  maybe_return();
 }
 
 // ---- the producer -------------------------------------------------------------------------------
 
 void SimTrainer::perform(const producer_action::AllocateRing& action) {
-  world_.later(kPieceNs, [this, action] {
+  later(kPieceNs, [this, action] {
     Ring& ring = rings_[action.sharing_group];
-    if (ring.memory && readers_.any_of_region(rank_, ring.memory->ref().region)) {
+    if (ring.memory && readers_.any_of_region(rank_, ring.memory->ref().region, counted())) {
       world_.broken("trainer {} regrows the ring of sharing group {} while it is read", rank_,
                     action.sharing_group);
     }
@@ -309,15 +365,16 @@ void SimTrainer::perform(const producer_action::Pack& action) {
   const Ring& ring = rings_.at(action.sharing_group);
   const std::uint64_t slot_offset = action.slot * ring.slot_bytes;
   world_.trace("pack", rank_, action.sharing_group, action.slot, action.pull->chunk_id);
-  if (readers_.any({rank_, ring.memory->ref().region, slot_offset})) {
+  if (readers_.any({rank_, ring.memory->ref().region, slot_offset}, counted())) {
     world_.broken("trainer {} packs chunk {} into slot {} of sharing group {} while it is read", rank_,
                   action.pull->chunk_id, action.slot, action.sharing_group);
   }
   packing_[action.ticket] = action.pull->group;
+  packed_[{action.sharing_group, action.slot}] = action.pull->chunk_id;
   std::byte* const slot = ring.memory->ref().address + slot_offset;
   std::fill_n(slot, ring.slot_bytes, kPacking);
   auto sums = std::make_shared<std::vector<std::uint64_t>>();
-  world_.in_pieces(
+  in_pieces(
       action.pull->keys.size(), kPieceNs,
       [this, action, slot, sums](std::size_t i) {
         const ChunkKey& key = action.pull->keys[i];
@@ -339,7 +396,7 @@ void SimTrainer::perform(const producer_action::Sum& action) {
   world_.trace("sum", rank_, action.pull->chunk_id);
   packing_[action.ticket] = action.pull->group;
   auto sums = std::make_shared<std::vector<std::uint64_t>>();
-  world_.in_pieces(
+  in_pieces(
       action.pull->keys.size(), kPieceNs,
       [this, action, sums](std::size_t i) {
         const ChunkKey& key = action.pull->keys[i];
@@ -394,6 +451,14 @@ void SimTrainer::reply(HotType type, Incarnation to, const PullId& pull,
   header.seq = pull.seq;
   header.lane_kind = static_cast<std::uint16_t>(pull.lane);
   (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
+  send_again(endpoint, header, payload);
+}
+
+void SimTrainer::send_again(EndpointId endpoint, const HotHeader& header,
+                            const std::vector<std::byte>& payload) {
+  world_.maybe_again([this, endpoint, header, payload] {
+    if (!down_) (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
+  });
 }
 
 void SimTrainer::perform(const producer_action::ReadyReply& action) {
@@ -403,6 +468,11 @@ void SimTrainer::perform(const producer_action::ReadyReply& action) {
   if (action.ready.path == Path::kPacked) {
     const Ring& ring = rings_.at(action.ready.sharing_group);
     const MemoryRef& ref = ring.memory->ref();
+    const std::uint32_t held = packed_[{action.ready.sharing_group, action.ready.slot}];
+    if (held != action.pull.chunk) {
+      world_.broken("trainer {} answers worker {}'s pull of chunk {} with a slot that holds chunk {}", rank_,
+                    action.pull.consumer, action.pull.chunk, held);
+    }
     payload.entries.push_back(
         {{ref.region, ref.generation, action.ready.slot * ring.slot_bytes, action.ready.bytes}, {}});
   } else {
@@ -416,13 +486,20 @@ void SimTrainer::perform(const producer_action::FailReply& action) {
 }
 void SimTrainer::perform(const producer_action::SignalAck& action) {
   const EndpointId endpoint = endpoint_of(action.consumer, action.incarnation);
-  if (endpoint == 0) return send({Role::kWorker, action.consumer}, FreeAck{action.sync_id, action.groups});
+  if (endpoint == 0) {
+    const FreeAck ack{action.sync_id, action.groups};
+    world_.maybe_again([this, to = action.consumer, ack] {
+      if (!down_) send({Role::kWorker, to}, ack);
+    });
+    return send({Role::kWorker, action.consumer}, ack);
+  }
   HotHeader header;
   header.type = HotType::kFreeAck;
   header.sync_id = action.sync_id;
   header.consumer = action.consumer;
   const auto payload = encode(std::vector<FreeEntry>{{action.consumer, action.groups}});
   (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
+  send_again(endpoint, header, payload);
 }
 void SimTrainer::perform(const producer_action::GroupFreed& action) {
   world_.trace("freed", rank_, action.group);
@@ -432,13 +509,7 @@ void SimTrainer::perform(const producer_action::SyncEnded&) {
   train([&](TrainerActions& out) { trainer_.producer_ended(out); });
 }
 void SimTrainer::perform(const producer_action::SyncFailed& action) {
-  if (sender_) {
-    drive_sender([&](std::int64_t now, SenderActions& out) {
-      sender_->failed(now, kSender, action.sync_id, action.status, out);
-    });
-  } else if (!down_) {
-    send(kSender, SyncFailed{action.sync_id, action.status});
-  }
+  send(kSender, SyncFailed{action.sync_id, action.status});
   train([&](TrainerActions& out) { trainer_.fail(action.status, out); });
 }
 void SimTrainer::perform(const producer_action::SyncQuiet&) {
@@ -446,6 +517,14 @@ void SimTrainer::perform(const producer_action::SyncQuiet&) {
 }
 
 void SimTrainer::on_accepted(EndpointId) {}
+
+void SimTrainer::check_dropped(const HotHeader& header, std::uint64_t drops_before) {
+  const auto life = life_.find(header.consumer);
+  if (life == life_.end() || life->second == header.incarnation) return;
+  if (producer_->drops().stale_incarnation == drops_before)
+    world_.broken("trainer {} takes a message of an old life of worker {}", rank_, header.consumer);
+}
+
 void SimTrainer::on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) {
   if (header.type == HotType::kHello) {
     peers_[endpoint] = {header.consumer, header.incarnation};
@@ -455,12 +534,19 @@ void SimTrainer::on_message(EndpointId endpoint, const HotHeader& header, const 
     for (const auto& [group, home] : homes_) (void)transport_->grant(endpoint, home).ok();
     return;
   }
+  const std::uint64_t drops_before = producer_->drops().stale_incarnation;
   if (header.type == HotType::kPull) {
-    const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt,
-                      header.seq,     static_cast<LaneKind>(header.lane_kind)};
+    const PullId pull{header.sync_id,
+                      header.consumer,
+                      header.target,
+                      header.run,
+                      header.attempt,
+                      header.seq,
+                      static_cast<LaneKind>(header.lane_kind)};
     world_.trace("pull", rank_, pull.consumer, pull.chunk);
     produce(
         [&](std::int64_t now, ProducerActions& out) { producer_->pull(now, header.incarnation, pull, out); });
+    check_dropped(header, drops_before);
   } else if (header.type == HotType::kFree) {
     const auto entries = decode_free(payload, header.length);
     if (!entries.ok()) return world_.broken("{}", entries.status().to_string());
@@ -469,6 +555,7 @@ void SimTrainer::on_message(EndpointId endpoint, const HotHeader& header, const 
         producer_->signal(now, header.incarnation, header.sync_id, entry.consumer, entry.groups, out);
       });
     }
+    check_dropped(header, drops_before);
   }
 }
 void SimTrainer::on_closed(EndpointId endpoint, const Status&) {
@@ -492,6 +579,7 @@ void SimTrainer::perform(const sender_action::Update& action) {
   send({Role::kWorker, action.consumer}, Update{sent_.sync_id});
 }
 void SimTrainer::perform(const sender_action::Finish& action) {
+  committing_ = true;
   send({Role::kWorker, action.consumer}, Finish{sent_.sync_id});
 }
 void SimTrainer::perform(const sender_action::FailRank& action) {
@@ -505,35 +593,54 @@ void SimTrainer::perform(const sender_action::CloseSync& action) {
 }
 void SimTrainer::perform(const sender_action::SyncDone& action) {
   world_.trace("sync_done", action.sync_id, action.status.ok());
-  outcome_ = SyncOutcome{action.status, action.lost_consumers};
+  outcome_ =
+      SyncOutcome{action.status, sent_.live, action.lost_consumers, action.dropped_consumers, committing_};
 }
 
 void SimTrainer::on_member_up(const Member& member, Incarnation incarnation) {
-  if (sender_) sender_->member_up(member);
-  if (member.role != Role::kWorker) return;
-  produce([&](std::int64_t now, ProducerActions& out) {
-    producer_->consumer_up(now, member.id, incarnation, out);
-  });
-}
-void SimTrainer::on_member_lost(const Member& member, Incarnation, const Status& why) {
-  if (down_) return;
-  if (sender_) {
-    drive_sender([&](std::int64_t now, SenderActions& out) {
-      if (member.role == Role::kTrainer) {
-        sender_->rank_lost(now, member.id, why, out);
-      } else {
-        sender_->consumer_lost(now, member.id, why, out);
-      }
+  if (member.role == Role::kWorker) {
+    life_[member.id] = incarnation;
+    produce_losing([&](std::int64_t now, ProducerActions& out) {
+      producer_->consumer_up(now, member.id, incarnation, out);
     });
   }
+  if (sender_) sender_->member_up(member);
+}
+
+void SimTrainer::on_member_lost(const Member& member, Incarnation, const Status& why) {
+  world_.trace("lost", rank_, static_cast<int>(member.role), member.id);
+  const Status named(StatusCode::kUnavailable,
+                     fmt::format("{} is lost: {}", to_string(member), why.message()),
+                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = to_string(member)});
   if (member.role == Role::kWorker) {
-    produce(
-        [&](std::int64_t now, ProducerActions& out) { producer_->consumer_lost(now, member.id, why, out); });
+    left_[member.id] = sync_id_;
+    produce_losing([&](std::int64_t now, ProducerActions& out) {
+      producer_->consumer_lost(now, member.id, named, out);
+    });
+    ready_.erase(member.id);
+    if (sender_) {
+      drive_sender(
+          [&](std::int64_t now, SenderActions& out) { sender_->consumer_lost(now, member.id, named, out); });
+    }
+    return;
   }
+  if (sender_) {
+    drive_sender(
+        [&](std::int64_t now, SenderActions& out) { sender_->rank_lost(now, member.id, named, out); });
+  }
+  if (member != kSender) return;  // whether a sync can go on without a rank is the sender's to say
+  if (running_) produce([&](std::int64_t, ProducerActions& out) { producer_->fail(sync_id_, named, out); });
+  end(named);
+}
+
+// The sender is gone: send_weights returns, and the process ends.
+void SimTrainer::end(const Status& why) {
+  if (ended_) return;
+  ended_ = why;
+  maybe_return();
 }
 
 void SimTrainer::on_control(const Member& from, Incarnation incarnation, ControlBody body) {
-  if (down_) return;
   world_.trace("control", rank_, static_cast<int>(from.role), from.id, body.index());
   if (auto* reserve = std::get_if<Reserve>(&body)) {
     auto pulls = decode_pulls(reserve->pulls.data(), reserve->pulls.size());
@@ -544,24 +651,29 @@ void SimTrainer::on_control(const Member& from, Incarnation incarnation, Control
                          {reserve->digest_low, reserve->digest_high}, std::move(*pulls), out);
     });
   } else if (auto* open = std::get_if<SyncOpen>(&body)) {
+    producer_->sync_opened(open->sync_id, open->live_consumers);
     open_ = std::move(*open);
     try_begin();
   } else if (auto* closed = std::get_if<SyncClosed>(&body)) {
-    returned_ = closed->status;
-    overwrite_homes();
+    closed_ = std::move(*closed);
+    maybe_return();
   } else if (auto* free = std::get_if<FreeGroups>(&body)) {
     produce([&](std::int64_t now, ProducerActions& out) {
       producer_->signal(now, incarnation, free->sync_id, from.id, free->groups, out);
     });
   } else if (auto* failed = std::get_if<SyncFailed>(&body)) {
-    if (sender_ && from != kSender) {
+    if (sender_) {
       drive_sender([&](std::int64_t now, SenderActions& out) {
         sender_->failed(now, from, failed->sync_id, failed->status, out);
       });
-    } else {
+    }
+    // The sender decides for everybody: only its word fails this rank.
+    if (from == kSender) {
       produce(
           [&](std::int64_t, ProducerActions& out) { producer_->fail(failed->sync_id, failed->status, out); });
     }
+  } else if (auto* joined = std::get_if<InitDone>(&body)) {
+    if (joined->status.ok()) ready_[from.id] = incarnation;
   } else if (auto* began = std::get_if<SyncBegan>(&body)) {
     drive_sender([&](std::int64_t now, SenderActions& out) {
       sender_->rank_began(now, from.id, began->sync_id, out);
@@ -588,7 +700,7 @@ void SimTrainer::on_control(const Member& from, Incarnation incarnation, Control
 // The next training step.
 void SimTrainer::overwrite_homes() {
   for (const auto& [group, home] : homes_) {
-    if (readers_.any({rank_, home->ref().region, SlotReaders::kMapped})) {
+    if (readers_.any({rank_, home->ref().region, SlotReaders::kMapped}, counted())) {
       world_.broken("trainer {} trains on while a worker copies from its group {}", rank_, group);
     }
     std::fill_n(home->ref().address, home->ref().bytes, kReleased);
@@ -596,9 +708,19 @@ void SimTrainer::overwrite_homes() {
 }
 
 void SimTrainer::shutdown() {
-  down_ = true;
+  if (down_) return;
   produce([&](std::int64_t, ProducerActions& out) { producer_->shutdown(out); });
+  down_ = true;
   control_->shutdown();
+}
+
+void SimTrainer::crash() {
+  if (down_) return;
+  world_.trace("crash", 1, rank_);
+  down_ = true;
+  world_.control().crash({Role::kTrainer, rank_});
+  world_.remove_transport(*transport_);
+  transport_.reset();
 }
 
 }  // namespace shardpull::sim

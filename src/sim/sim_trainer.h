@@ -4,6 +4,7 @@
 // moment a sync is over.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -24,7 +25,18 @@ inline constexpr std::int64_t kSimStallNs = 30 * kNanosPerSecond;
 // What a sender's sync came to.
 struct SyncOutcome {
   Status status;
-  std::vector<std::uint32_t> lost;
+  std::vector<std::uint32_t> live;     // that it was begun with
+  std::vector<std::uint32_t> lost;     // processes that were lost in it
+  std::vector<std::uint32_t> dropped;  // their living mates
+  bool committing = false;             // a Finish was sent
+};
+
+// A life of a worker that reads in a sync.
+struct SlotReader {
+  std::uint32_t consumer = 0;
+  Incarnation life = 0;
+  std::uint64_t sync_id = 0;
+  friend bool operator==(const SlotReader&, const SlotReader&) = default;
 };
 
 // Who reads which serve slot, or copies from which group's buffer, now. Shared by trainers and workers;
@@ -33,31 +45,61 @@ class SlotReaders {
  public:
   using Slot = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t>;  // rank, region, offset
   static constexpr std::uint64_t kMapped = ~0ull;                        // as offset: the whole region
-  void begin(const Slot& slot) { ++readers_[slot]; }
-  void end(const Slot& slot) {
-    if (--readers_[slot] == 0) readers_.erase(slot);
+
+  void begin(const Slot& slot, const SlotReader& reader) { readers_.emplace(slot, reader); }
+  void end(const Slot& slot, const SlotReader& reader) {
+    for (auto [it, last] = readers_.equal_range(slot); it != last; ++it) {
+      if (it->second == reader) return void(readers_.erase(it));
+    }
   }
-  bool any(const Slot& slot) const { return readers_.contains(slot); }
-  // Readers of any slot of a region.
-  bool any_of_region(std::uint32_t rank, std::uint32_t region) const;
+  // The process has died.
+  void forget(std::uint32_t consumer, Incarnation life) {
+    std::erase_if(readers_, [&](const auto& one) {
+      return one.second.consumer == consumer && one.second.life == life;
+    });
+  }
+  // Whether there is a reader for whom `counts` is true, of a slot or of any slot of a region.
+  template <typename Counts>
+  bool any(const Slot& slot, Counts counts) const {
+    const auto [first, last] = readers_.equal_range(slot);
+    return std::any_of(first, last, [&](const auto& one) { return counts(one.second); });
+  }
+  template <typename Counts>
+  bool any_of_region(std::uint32_t rank, std::uint32_t region, Counts counts) const {
+    const auto first = readers_.lower_bound({rank, region, 0}),
+               last = readers_.upper_bound({rank, region, kMapped});
+    return std::any_of(first, last, [&](const auto& one) { return counts(one.second); });
+  }
 
  private:
-  std::map<Slot, int> readers_;
+  std::multimap<Slot, SlotReader> readers_;
 };
 
-class SimTrainer final : TransportSink, ControlSink {
+class SimTrainer final : public Process, TransportSink, ControlSink {
  public:
   SimTrainer(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t rank);
 
   Incarnation incarnation() const { return 1 + rank_; }
-  // The user's call. `live` and `names` are read on the sender only.
-  void send_weights(std::uint64_t sync_id, std::uint64_t version, std::vector<std::uint32_t> live,
-                    NameSet names);
+  // The user's call. `names` is read on the sender only, which opens the sync with the whole replicas of
+  // those workers of 0 .. `allowed` - 1 that have joined and were not lost since; without one it returns an
+  // error, and the others are to be told by withdraw().
+  void send_weights(std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed, NameSet names);
+  void withdraw(const Status& why);
   // Whether send_weights of the last sync has returned, and with what.
   const std::optional<Status>& returned() const { return returned_; }
   const std::optional<SyncOutcome>& outcome() const { return outcome_; }  // on the sender
+  bool committing() const { return committing_; }    // on the sender: it has sent a Finish in this sync
+  bool ended() const { return ended_.has_value(); }  // the fleet is over for it
+  std::vector<std::uint32_t> whole_replicas(std::uint32_t allowed) const;  // on the sender
+  // The life of the worker that has joined, as far as the sender knows; 0: none.
+  Incarnation joined(std::uint32_t consumer) const {
+    const auto it = ready_.find(consumer);
+    return it == ready_.end() ? 0 : it->second;
+  }
   // Ends the rank in good order.
   void shutdown();
+  // Its process dies, with what it had not sent yet.
+  void crash();
 
   const ProducerMachine& producer() const { return *producer_; }
   const TrainerMachine& trainer() const { return trainer_; }
@@ -96,6 +138,22 @@ class SimTrainer final : TransportSink, ControlSink {
   void gather_key(const PullDescription& pull, const std::vector<PublishedView>& sources, const ChunkKey& key,
                   std::byte* to);
   void overwrite_homes();
+  // A rule: what a life sends that has a successor is dropped.
+  void check_dropped(const HotHeader& header, std::uint64_t drops_before);
+  void end(const Status& why);
+  void maybe_return();
+  // Whether a reader is one that this rank has to leave memory to: its worker has not left the sync it reads
+  // in.
+  auto counted() const {
+    return [this](const SlotReader& reader) {
+      const auto left = left_.find(reader.consumer);
+      return left == left_.end() || reader.sync_id > left->second;
+    };
+  }
+  // Runs an event that may take workers out of the producer's sync.
+  template <typename Event>
+  void produce_losing(Event event);
+  void send_again(EndpointId endpoint, const HotHeader& header, const std::vector<std::byte>& payload);
   void send(const Member& to, ControlBody body);
   void reply(HotType type, Incarnation to, const PullId& pull, const std::vector<std::byte>& payload);
   EndpointId endpoint_of(std::uint32_t consumer, Incarnation incarnation) const;
@@ -132,7 +190,6 @@ class SimTrainer final : TransportSink, ControlSink {
   void perform(const sender_action::CloseSync& action);
   void perform(const sender_action::SyncDone& action);
 
-  World& world_;
   const SimModel& model_;
   SlotReaders& readers_;
   const std::uint32_t rank_;
@@ -141,7 +198,6 @@ class SimTrainer final : TransportSink, ControlSink {
   std::unique_ptr<SenderMachine> sender_;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Control> control_;
-  bool down_ = false;
 
   std::map<EndpointId, Peer> peers_;
   std::map<std::uint32_t, Ring> rings_;  // by sharing group
@@ -149,8 +205,14 @@ class SimTrainer final : TransportSink, ControlSink {
   std::map<std::uint32_t, std::uint64_t> group_bytes_;
   std::map<std::uint32_t, std::shared_ptr<ExportedMemory>> resident_;  // by live group
   std::vector<std::shared_ptr<ExportedMemory>> free_buffers_;
-  std::map<std::uint32_t, std::shared_ptr<ExportedMemory>> homes_;  // of a resident rank, by group
-  std::map<std::uint64_t, std::uint32_t> packing_;                  // ticket -> group
+  std::map<std::uint32_t, std::shared_ptr<ExportedMemory>> homes_;           // of a resident rank, by group
+  std::map<std::pair<std::uint32_t, std::uint32_t>, std::uint32_t> packed_;  // (ring, slot) -> chunk
+  std::map<std::uint64_t, std::uint32_t> packing_;                           // ticket -> group
+
+  std::map<std::uint32_t, Incarnation> life_;    // by worker: the latest that is known to be up
+  std::map<std::uint32_t, std::uint64_t> left_;  // by worker: the last sync it left here
+  std::map<std::uint32_t, Incarnation> ready_;   // on the sender: workers that have joined
+  std::optional<Status> ended_;                  // the fleet is over
 
   // The sync at hand.
   struct Call {
@@ -162,7 +224,11 @@ class SimTrainer final : TransportSink, ControlSink {
   std::optional<SyncOpen> open_;  // the sender has opened it
   std::uint64_t sync_id_ = 0, version_ = 0;
   NameSet names_;
-  Call sent_;  // the sender's own
+  Call sent_;                         // the sender's own
+  bool committing_ = false;           // it has sent a Finish
+  bool running_ = false;              // begun here, and send_weights has not returned
+  std::optional<Status> done_;        // RankDone
+  std::optional<SyncClosed> closed_;  // the sender's word on a sync
   std::optional<Status> returned_;
   std::optional<SyncOutcome> outcome_;
 };

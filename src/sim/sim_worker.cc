@@ -19,16 +19,19 @@ ConsumerConfig consumer_config(const SimModel& model, std::uint32_t consumer) {
   config.summed = summed_paths(*model.tables);
   config.stall_timeout_ns = kSimStallNs;
   config.staged = model.staged[consumer];
+  config.loss_grace_ns = 2 * kNanosPerSecond;
   return config;
 }
 
 }  // namespace
 
-SimWorker::SimWorker(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t consumer)
-    : world_(world),
+SimWorker::SimWorker(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t consumer,
+                     std::uint32_t life)
+    : Process(world),
       model_(model),
       readers_(readers),
       consumer_(consumer),
+      life_(life),
       plan_(*model.plans[consumer]),
       recording_(model.recordings[consumer]),
       machine_(consumer_config(model, consumer)),
@@ -47,21 +50,47 @@ SimWorker::SimWorker(World& world, const SimModel& model, SlotReaders& readers, 
 }
 
 void SimWorker::start() {
-  world_.later(5 * kNanosPerMilli, [this] {
-    control_ = world_.control().open({Role::kWorker, consumer_}, incarnation(), *this);
-    world_.later(20 * kNanosPerMilli, [this] { connect_and_reserve(); });
-  });
+  after(2 * kNanosPerMilli, [this] { join_later(); });
+}
+
+// By now everybody has heard of the trainers.
+void SimWorker::join_later() {
+  later(5 * kNanosPerMilli,
+        [this] { control_ = world_.control().open({Role::kWorker, consumer_}, incarnation(), *this); });
 }
 
 void SimWorker::connect_and_reserve() {
+  if (broken()) return;
+  for (std::uint32_t rank = 0; rank < model_.options.trainers; ++rank) {
+    if (ranks_up_.contains(rank)) continue;  // else: of a fleet that goes on without it
+    lost_.insert(rank);
+    drive([&](std::int64_t now, ConsumerActions& out) {
+      machine_.producer_lost(now, rank,
+                             Status(StatusCode::kUnavailable, "it was down before this worker joined",
+                                    {.reason = Reason::kPeerLost, .fault = Fault::kPeer}),
+                             out);
+    });
+  }
   for (const ProducerPlan& producer : plan_.producers) {
-    if (const Status status = connect_to(producer.producer); !status.ok())
-      return world_.broken("{}", status.to_string());
+    if (lost_.contains(producer.producer)) continue;
+    if (!connect_to(producer.producer).ok()) return end();  // it has just died
     waiting_reserves_.insert(producer.producer);
     announce(producer.producer, producer.serve_slot_bytes, pulls_at(plan_, producer.producer));
   }
-  started_ = true;
   tick();
+  join();
+}
+
+// Says so when every producer has taken its pulls.
+void SimWorker::join() {
+  if (joined_ || broken() || !waiting_reserves_.empty()) return;
+  joined_ = true;
+  send(kSender, InitDone{});
+}
+
+EndpointId SimWorker::endpoint_to(std::uint32_t producer) const {
+  const auto it = endpoint_of_.find(producer);
+  return it == endpoint_of_.end() ? 0 : it->second;
 }
 
 Status SimWorker::connect_to(std::uint32_t producer) {
@@ -96,8 +125,7 @@ void SimWorker::recovery_reserved(std::uint32_t producer, const Status& status) 
 }
 
 void SimWorker::tick() {
-  world_.after(kNanosPerSecond, [this] {
-    if (down_) return;
+  after(kNanosPerSecond, [this] {
     drive([&](std::int64_t now, ConsumerActions& out) { machine_.tick(now, out); });
     tick();
   });
@@ -108,12 +136,12 @@ void SimWorker::drive(Event event) {
   ConsumerActions actions;
   event(world_.now_ns(), actions);
   for (const ConsumerAction& action : actions) std::visit([&](const auto& one) { perform(one); }, action);
+  exit_when_quiet();
 }
 
+// Who is gone is told of by the control channel.
 void SimWorker::send(const Member& to, ControlBody body) {
-  if (const Status status = control_->send(to, std::move(body)); !status.ok()) {
-    world_.broken("worker {}: {}", consumer_, status.to_string());
-  }
+  (void)control_->send(to, std::move(body)).ok();
 }
 
 // ---- actions ------------------------------------------------------------------------------------
@@ -130,7 +158,17 @@ void SimWorker::perform(const consumer_action::SendPull& action) {
   header.attempt = action.pull.attempt;
   header.seq = action.pull.seq;
   header.lane_kind = static_cast<std::uint16_t>(action.pull.lane);
-  (void)transport_->send(endpoint_of_.at(action.producer), header, nullptr, 0).ok();
+  const EndpointId endpoint = endpoint_to(action.producer);
+  const Status status = transport_->send(endpoint, header, nullptr, 0);
+  world_.maybe_again([this, endpoint, header] {
+    if (!down_) (void)transport_->send(endpoint, header, nullptr, 0).ok();
+  });
+  if (status.ok()) return;
+  after(0, [this, endpoint, status] {
+    if (!producer_of_.contains(endpoint)) return;
+    transport_->close(endpoint);
+    on_closed(endpoint, status);
+  });
 }
 
 void SimWorker::perform(const consumer_action::AnnounceRecovery& action) {
@@ -141,7 +179,8 @@ void SimWorker::perform(const consumer_action::AnnounceRecovery& action) {
     const auto pulls = recovery_pulls_at(plan_, producer, effective_workers_per_replica(*model_.tables));
     return announce(producer, lane_slot_bytes(pulls), pulls);
   }
-  world_.after(1, [this, producer, status] { recovery_reserved(producer, status); });
+  unreachable_.insert(producer);
+  after(1, [this, producer, status] { recovery_reserved(producer, status); });
 }
 
 void SimWorker::perform(const consumer_action::StartTransfer& action) {
@@ -152,11 +191,11 @@ void SimWorker::perform(const consumer_action::StartTransfer& action) {
   }
   const RemoteRef& where = action.ready.entries.at(0).where;
   const Transfer transfer{
-      machine_.sync_id(), action.chunk, action.run, {action.producer, where.region, where.offset}};
+      machine_.sync_id(), action.chunk, action.run, {action.producer, where.region, where.offset}, reader()};
   world_.trace("transfer", consumer_, action.chunk, action.slot);
-  readers_.begin(transfer.slot);
+  readers_.begin(transfer.slot, transfer.reader);
   transfers_[next_token_] = transfer;
-  transport_->read(endpoint_of_.at(action.producer), where,
+  transport_->read(endpoint_to(action.producer), where,
                    receive_ring_.data() + action.slot * plan_.receive_slot_bytes + run.offset, next_token_);
   ++next_token_;
 }
@@ -196,7 +235,8 @@ const Location& SimWorker::source_of(const Landing& landing, std::uint32_t key) 
     const std::pair piece(chunk.keys[k].name, chunk.keys[k].piece);
     if (std::find(order.begin(), order.end(), piece) == order.end()) order.push_back(piece);
   }
-  const auto entry = std::find(order.begin(), order.end(), std::pair(chunk.keys[key].name, chunk.keys[key].piece));
+  const auto entry =
+      std::find(order.begin(), order.end(), std::pair(chunk.keys[key].name, chunk.keys[key].piece));
   return landing.ready[static_cast<std::size_t>(&run - chunk.runs.data())].entries.at(
       static_cast<std::size_t>(entry - order.begin()));
 }
@@ -224,7 +264,8 @@ void SimWorker::arrived(Landing& landing, std::uint32_t key, std::span<std::byte
   world_.maybe_flip(Failure::kArrivedBit, bytes);
   if (landing.sums.empty() || !landing.status.ok()) return;
   ++summed_keys_;
-  landing.status = check_sum(*model_.tables, chunk.keys[key], producer_of(landing, key), bytes, landing.sums[key]);
+  landing.status =
+      check_sum(*model_.tables, chunk.keys[key], producer_of(landing, key), bytes, landing.sums[key]);
 }
 
 void SimWorker::scatter(const Landing& landing, std::size_t index, const std::byte* packed) {
@@ -237,18 +278,11 @@ void SimWorker::scatter(const Landing& landing, std::size_t index, const std::by
 }
 
 std::vector<std::byte> SimWorker::copy_from_mapping(const Landing& landing, std::uint32_t key) {
-  const Chunk& chunk = chunk_of(landing.chunk);
-  const std::uint64_t width = element_bytes(chunk.keys[key].wire_dtype);
+  const std::uint64_t width = element_bytes(chunk_of(landing.chunk).keys[key].wire_dtype);
+  const std::byte* const data = landing.mappings.at(key).data;
   std::vector<std::byte> bytes;
-  const auto mapping =
-      transport_->map(endpoint_of_.at(producer_of(landing, key)), source_of(landing, key).where);
-  if (!mapping.ok()) {
-    world_.broken("{}", mapping.status().to_string());
-    bytes.resize(chunk.keys[key].bytes);
-    return bytes;
-  }
   for (const std::uint64_t at : source_offsets(landing, key))
-    bytes.insert(bytes.end(), mapping->data + at, mapping->data + at + width);
+    bytes.insert(bytes.end(), data + at, data + at + width);
   return bytes;
 }
 
@@ -260,7 +294,8 @@ void SimWorker::read_direct(const std::shared_ptr<Landing>& landing) {
     const RemoteRef& where = source_of(*landing, scatter.key).where;
     const std::uint64_t width = element_bytes(key.wire_dtype);
     const auto from = source_offsets(*landing, scatter.key), to = positions_of(scatter.destination);
-    std::vector<ReadPart>& of_run = parts[static_cast<std::size_t>(&run_of(chunk, scatter.key) - chunk.runs.data())];
+    std::vector<ReadPart>& of_run =
+        parts[static_cast<std::size_t>(&run_of(chunk, scatter.key) - chunk.runs.data())];
     for (std::size_t i = 0; i < from.size(); ++i) {
       std::byte* const local = data_of(scatter.destination.parameter) + to[i] * width;
       if (i > 0 && from[i] == from[i - 1] + width && to[i] == to[i - 1] + 1) {
@@ -274,7 +309,7 @@ void SimWorker::read_direct(const std::shared_ptr<Landing>& landing) {
     if (parts[r].empty()) continue;
     ++landing->reads_left;
     direct_reads_[next_token_] = landing;
-    transport_->read_parts(endpoint_of_.at(landing->producers[r]), std::move(parts[r]), next_token_);
+    transport_->read_parts(endpoint_to(landing->producers[r]), std::move(parts[r]), next_token_);
     ++next_token_;
   }
 }
@@ -295,7 +330,7 @@ void SimWorker::check_direct(Landing& landing) {
 }
 
 void SimWorker::finish(const Landing& landing) {
-  for (const auto& place : landing.reads) readers_.end(place);
+  for (const auto& place : landing.reads) readers_.end(place, landing.reader);
   const Status outcome = landing.status.ok() ? world_.outcome_of(Failure::kScatter) : landing.status;
   drive([&](std::int64_t now, ConsumerActions& out) {
     machine_.scatter_done(now, landing.sync_id, landing.chunk, outcome, out);
@@ -313,7 +348,7 @@ void SimWorker::perform(const consumer_action::StartScatter& action) {
   landing->producers = action.producers;
   landing->sums = action.sums;
   materialise(action.chunk);
-  world_.in_pieces(
+  in_pieces(
       chunk_of(action.chunk).scatters.size(), kPieceNs,
       [this, landing, data](std::size_t i) {
         const std::uint32_t key = chunk_of(landing->chunk).scatters[i].key;
@@ -336,12 +371,13 @@ void SimWorker::perform(const consumer_action::StartCopy& action) {
   landing->chunk = action.chunk;
   landing->producers = action.producers;
   landing->ready = action.ready;
+  landing->reader = reader();
   for (std::size_t r = 0; r < action.ready.size(); ++r) {
     const ReadyInfo& ready = action.ready[r];
     landing->sums.insert(landing->sums.end(), ready.sums.begin(), ready.sums.end());
     for (const Location& entry : ready.entries) {
       landing->reads.emplace_back(action.producers[r], entry.where.region, SlotReaders::kMapped);
-      readers_.begin(landing->reads.back());
+      readers_.begin(landing->reads.back(), landing->reader);
     }
   }
   materialise(action.chunk);
@@ -349,8 +385,15 @@ void SimWorker::perform(const consumer_action::StartCopy& action) {
     ++direct_chunks_;
     return read_direct(landing);
   }
-  if (!action.ready.empty()) ++mapped_chunks_;
-  world_.in_pieces(
+  if (!action.ready.empty()) {
+    ++mapped_chunks_;
+    for (std::uint32_t key = 0; key < chunk.keys.size() && landing->status.ok(); ++key) {
+      auto mapping = transport_->map(endpoint_to(producer_of(*landing, key)), source_of(*landing, key).where);
+      landing->status = mapping.status();
+      if (mapping.ok()) landing->mappings.emplace(key, std::move(*mapping));
+    }
+  }
+  in_pieces(
       chunk.scatters.size(), kPieceNs,
       [this, landing](std::size_t i) {
         if (!landing->status.ok()) return;
@@ -380,11 +423,12 @@ void SimWorker::check_parameter(std::uint32_t parameter, const std::vector<std::
   }
 }
 
-void SimWorker::verify(const std::vector<std::uint64_t>& versions) {
+void SimWorker::verify() {
   for (std::uint32_t p = 0; p < parameters_.size(); ++p) {
-    const ModuleState::Kind kind = machine_.modules()[recording_.parameters[p].module].kind;
-    if (kind == ModuleState::Kind::kCurrent || kind == ModuleState::Kind::kUnset)
-      check_parameter(p, versions, "between syncs");
+    const ModuleState& state = machine_.modules()[recording_.parameters[p].module];
+    if (state.kind != ModuleState::Kind::kCurrent && state.kind != ModuleState::Kind::kUnset) continue;
+    const std::uint64_t version = state.kind == ModuleState::Kind::kCurrent ? state.version : 0;
+    check_parameter(p, std::vector<std::uint64_t>(versions_.size(), version), "between syncs");
   }
 }
 
@@ -392,8 +436,9 @@ void SimWorker::perform(const consumer_action::StartPost& action) {
   const std::uint32_t chunk = action.chunk;
   const std::uint64_t sync_id = machine_.sync_id();
   world_.trace("post", consumer_, chunk);
-  world_.later(20 * kPieceNs, [this, chunk, sync_id] {
+  later(20 * kPieceNs, [this, chunk, sync_id] {
     for (const std::uint32_t module : chunk_of(chunk).post_process) {
+      if (world_.disowned(consumer_)) break;
       for (std::uint32_t p = 0; p < recording_.parameters.size(); ++p) {
         if (recording_.parameters[p].module == module) check_parameter(p, versions_, "in its hook");
       }
@@ -407,7 +452,7 @@ void SimWorker::perform(const consumer_action::StartPost& action) {
 
 void SimWorker::perform(const consumer_action::StartCommit&) {
   world_.trace("commit", consumer_, machine_.sync_id());
-  world_.later(20 * kPieceNs, [this, sync_id = machine_.sync_id()] {
+  later(20 * kPieceNs, [this, sync_id = machine_.sync_id()] {
     for (std::uint32_t p = 0; p < parameters_.size(); ++p) {
       if (model_.touches(consumer_, recording_.parameters[p].module, names_)) parameters_[p] = stage_[p];
     }
@@ -419,25 +464,32 @@ void SimWorker::perform(const consumer_action::SendSignals& action) {
   for (const std::uint32_t group : action.groups) {
     world_.trace("signal", consumer_, action.producer, group);
     if (machine_.state() == WorkerState::kFailed) continue;  // what it gives up, not what it has received
-    if (!signalled_.emplace(action.producer, group).second) {
+    if (!signalled_.emplace(action.producer, group).second && !model_.options.faults) {
       world_.broken("worker {} signals group {} to trainer {} twice", consumer_, group, action.producer);
     }
   }
-  const auto endpoint = endpoint_of_.find(action.producer);
-  if (endpoint == endpoint_of_.end()) {
-    return send({Role::kTrainer, action.producer}, FreeGroups{action.sync_id, action.groups});
+  const EndpointId endpoint = endpoint_to(action.producer);
+  if (endpoint == 0) {
+    const FreeGroups free{action.sync_id, action.groups};
+    world_.maybe_again([this, to = action.producer, free] {
+      if (!down_) send({Role::kTrainer, to}, free);
+    });
+    return send({Role::kTrainer, action.producer}, free);
   }
   HotHeader header;
   header.type = HotType::kFree;
   header.sync_id = action.sync_id;
   header.consumer = consumer_;
   const auto payload = encode(std::vector<FreeEntry>{{consumer_, action.groups}});
-  (void)transport_->send(endpoint->second, header, payload.data(), payload.size()).ok();
+  (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
+  world_.maybe_again([this, endpoint, header, payload] {
+    if (!down_) (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
+  });
 }
 
 void SimWorker::perform(const consumer_action::UpdateDone& action) {
   world_.trace("update_done", consumer_, action.sync_id, action.status.ok());
-  if (action.status.ok()) {
+  if (action.status.ok() && lost_.empty()) {
     std::size_t owners = 0;
     const std::vector<bool> visited = listed_groups(names_, *model_.tables);
     for (std::uint32_t g = 0; g < visited.size(); ++g)
@@ -463,18 +515,38 @@ void SimWorker::perform(const consumer_action::FinishDone& action) {
   send(kSender, Finished{action.sync_id, action.status});
 }
 void SimWorker::perform(const consumer_action::ReportFailure& action) {
-  if (!down_) send(kSender, SyncFailed{action.sync_id, action.status});
+  send(kSender, SyncFailed{action.sync_id, action.status});
 }
 
 // ---- what arrives -------------------------------------------------------------------------------
 
 void SimWorker::on_accepted(EndpointId) {}
-void SimWorker::on_closed(EndpointId, const Status&) {}
+void SimWorker::on_closed(EndpointId endpoint, const Status& why) {
+  const auto it = producer_of_.find(endpoint);
+  if (it == producer_of_.end()) return;
+  const std::uint32_t producer = it->second;
+  producer_of_.erase(it);
+  endpoint_of_.erase(producer);
+  if (!joined_) return end();
+  const Status named(
+      StatusCode::kUnavailable,
+      fmt::format("trainer {} closed its hot endpoint: {}", producer, why.message()),
+      {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = fmt::format("trainer {}", producer)});
+  if (!lost_.contains(producer)) unreachable_.insert(producer);
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.producer_unreachable(now, producer, named, out);
+  });
+}
 
 void SimWorker::on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) {
   const std::uint32_t producer = producer_of_.at(endpoint);
-  const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt,
-                    header.seq,     static_cast<LaneKind>(header.lane_kind)};
+  const PullId pull{header.sync_id,
+                    header.consumer,
+                    header.target,
+                    header.run,
+                    header.attempt,
+                    header.seq,
+                    static_cast<LaneKind>(header.lane_kind)};
   if (header.type == HotType::kReady) {
     const auto decoded = decode_ready(payload, header.length);
     if (!decoded.ok()) return world_.broken("{}", decoded.status().to_string());
@@ -500,7 +572,9 @@ void SimWorker::on_message(EndpointId endpoint, const HotHeader& header, const s
 
 void SimWorker::confirmed(std::uint32_t producer, std::uint64_t sync_id,
                           const std::vector<std::uint32_t>& groups) {
-  for (const std::uint32_t group : groups) confirmed_.emplace(producer, group);
+  if (sync_id == machine_.sync_id()) {
+    for (const std::uint32_t group : groups) confirmed_.emplace(producer, group);
+  }
   drive([&](std::int64_t now, ConsumerActions& out) {
     machine_.signals_acked(now, producer, sync_id, groups, out);
   });
@@ -520,27 +594,54 @@ void SimWorker::on_read_done(ReadToken token, const Status& status) {
   if (it == transfers_.end()) return world_.broken("a read that nobody started");
   const Transfer transfer = it->second;
   transfers_.erase(it);
-  readers_.end(transfer.slot);
+  readers_.end(transfer.slot, transfer.reader);
   const Status outcome = status.ok() ? world_.outcome_of(Failure::kTransfer) : status;
   drive([&](std::int64_t now, ConsumerActions& out) {
     machine_.transfer_done(now, transfer.sync_id, transfer.chunk, transfer.run, outcome, out);
   });
 }
 
-void SimWorker::on_member_up(const Member&, Incarnation) {}
+void SimWorker::on_member_up(const Member& member, Incarnation) {
+  if (member.role == Role::kTrainer) ranks_up_.insert(member.id);
+  if (member == kSender) later(20 * kNanosPerMilli, [this] { connect_and_reserve(); });
+}
 void SimWorker::on_member_lost(const Member& member, Incarnation, const Status& why) {
-  if (down_ || member.role != Role::kTrainer) return;
-  drive([&](std::int64_t now, ConsumerActions& out) { machine_.producer_lost(now, member.id, why, out); });
+  if (member.role != Role::kTrainer) return;
+  const Status named(StatusCode::kUnavailable,
+                     fmt::format("{} is lost: {}", to_string(member), why.message()),
+                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = to_string(member)});
+  ranks_up_.erase(member.id);
+  lost_.insert(member.id);
+  unreachable_.erase(member.id);
+  drive([&](std::int64_t now, ConsumerActions& out) { machine_.producer_lost(now, member.id, named, out); });
+  if (member == kSender) {
+    drive(
+        [&](std::int64_t now, ConsumerActions& out) { machine_.fail(now, machine_.sync_id(), named, out); });
+    end();
+  } else if (!joined_) {
+    end();
+  }
+}
+
+// The fleet is over for this worker: its process ends once its memory is quiet.
+void SimWorker::end() {
+  ended_ = true;
+  exit_when_quiet();
+}
+void SimWorker::exit_when_quiet() {
+  if (ended_ && !machine_.in_flight() && machine_.state() != WorkerState::kUpdating &&
+      machine_.state() != WorkerState::kCommitting)
+    after(0, [this] { shutdown(); });
 }
 
 void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
-  if (down_) return;
   if (auto* reserved = std::get_if<ReserveReply>(&body)) {
     if (reserved->lane_kind == static_cast<std::uint32_t>(LaneKind::kRecovery))
       return recovery_reserved(from.id, reserved->status);
     if (!reserved->status.ok())
-      world_.broken("reserve of worker {}: {}", consumer_, reserved->status.to_string());
+      return world_.broken("reserve of worker {}: {}", consumer_, reserved->status.to_string());
     waiting_reserves_.erase(from.id);
+    join();
   } else if (auto* start = std::get_if<StartUpdate>(&body)) {
     start_update(*start);
   } else if (auto* update = std::get_if<Update>(&body)) {
@@ -568,6 +669,15 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
 }
 
 void SimWorker::start_update(const StartUpdate& start) {
+  for (const std::uint32_t producer : std::exchange(unreachable_, {})) {
+    const bool planned = std::any_of(plan_.producers.begin(), plan_.producers.end(),
+                                     [&](const ProducerPlan& each) { return each.producer == producer; });
+    if (!planned || connect_to(producer).ok()) {
+      machine_.producer_reachable(producer);
+    } else {
+      unreachable_.insert(producer);
+    }
+  }
   std::shared_ptr<const WorkerPlan> part;
   if (!start.names.empty()) {
     auto& kept = parts_[start.names];
@@ -597,9 +707,25 @@ void SimWorker::start_update(const StartUpdate& start) {
 }
 
 void SimWorker::shutdown() {
-  down_ = true;
+  if (down_) return;
   drive([&](std::int64_t, ConsumerActions& out) { machine_.shutdown(out); });
-  control_->shutdown();
+  if (machine_.in_flight()) world_.broken("worker {} shuts down with work in flight", consumer_);
+  if (control_) control_->shutdown();
+  stop();
+}
+
+void SimWorker::crash() {
+  if (down_) return;
+  world_.control().crash({Role::kWorker, consumer_});
+  stop();
+}
+
+void SimWorker::stop() {
+  world_.trace("stop", 2, consumer_);
+  down_ = true;
+  readers_.forget(consumer_, incarnation());
+  world_.remove_transport(*transport_);
+  transport_.reset();
 }
 
 }  // namespace shardpull::sim

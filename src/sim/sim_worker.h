@@ -16,16 +16,21 @@
 
 namespace shardpull::sim {
 
-class SimWorker final : TransportSink, ControlSink {
+class SimWorker final : public Process, TransportSink, ControlSink {
  public:
-  SimWorker(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t consumer);
+  // `life` counts the processes that were this worker.
+  SimWorker(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t consumer,
+            std::uint32_t life);
 
-  Incarnation incarnation() const { return 1000 + consumer_; }
-  // Whether every producer it pulls from has accepted its pulls.
-  bool ready() const { return started_ && waiting_reserves_.empty(); }
-  // Connects and announces its pulls, at a random instant.
+  Incarnation incarnation() const { return 1000 + 1000 * std::uint64_t{life_} + consumer_; }
+  // Joins at a random instant: connects, announces its pulls, tells the sender.
   void start();
+  // Whether it cannot take part in a sync any more: the fleet is over for it.
+  bool broken() const { return down_ || ended_; }
+  // Ends in good order.
   void shutdown();
+  // Its process dies, with what it had not sent yet.
+  void crash();
 
   const ConsumerMachine& machine() const { return machine_; }
   std::uint64_t pulls() const { return pulls_; }
@@ -33,8 +38,8 @@ class SimWorker final : TransportSink, ControlSink {
   std::uint64_t direct_chunks() const { return direct_chunks_; }
   std::uint64_t summed_keys() const { return summed_keys_; }
   // Compares every byte of every parameter of a module that is current or was never loaded, guards included,
-  // with these versions of the names.
-  void verify(const std::vector<std::uint64_t>& versions);
+  // with the version that it claims.
+  void verify();
 
  private:
   static constexpr std::size_t kGuardBytes = 64;
@@ -61,10 +66,17 @@ class SimWorker final : TransportSink, ControlSink {
   void perform(const consumer_action::FinishDone& action);
   void perform(const consumer_action::ReportFailure& action);
 
+  void join_later();
   void connect_and_reserve();
   Status connect_to(std::uint32_t producer);
   void announce(std::uint32_t producer, std::uint64_t slot_bytes, const std::vector<PullDescription>& pulls);
   void recovery_reserved(std::uint32_t producer, const Status& status);
+  EndpointId endpoint_to(std::uint32_t producer) const;  // 0: it is gone
+  SlotReader reader() { return {consumer_, incarnation(), machine_.sync_id()}; }
+  void join();
+  void end();
+  void exit_when_quiet();
+  void stop();
   void tick();
   // Where chunks land: in the parameters or beside them.
   std::vector<std::vector<std::byte>>& landing() { return stage_.empty() ? parameters_ : stage_; }
@@ -77,9 +89,11 @@ class SimWorker final : TransportSink, ControlSink {
     std::vector<std::uint32_t> producers;  // by run
     std::vector<ReadyInfo> ready;          // mapped, direct
     std::vector<std::uint64_t> sums;       // by key, or empty
+    SlotReader reader;
     std::vector<SlotReaders::Slot> reads;  // mapped, direct: what must not be released meanwhile
-    std::size_t reads_left = 0;            // direct
-    Status status;                         // the first error
+    std::map<std::uint32_t, Transport::Mapping> mappings;  // mapped: by key
+    std::size_t reads_left = 0;                            // direct
+    Status status;                                         // the first error
   };
   const Run& run_of(const Chunk& chunk, std::uint32_t key) const;
   std::uint32_t producer_of(const Landing& landing, std::uint32_t key) const;
@@ -107,22 +121,24 @@ class SimWorker final : TransportSink, ControlSink {
     std::uint32_t chunk = 0;
     std::uint16_t run = 0;
     SlotReaders::Slot slot;
+    SlotReader reader;
   };
 
-  World& world_;
   const SimModel& model_;
   SlotReaders& readers_;
-  const std::uint32_t consumer_;
+  const std::uint32_t consumer_, life_;
   const WorkerPlan& plan_;
   const Recording& recording_;
   ConsumerMachine machine_;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Control> control_;
-  bool started_ = false, down_ = false;
+  bool joined_ = false, ended_ = false;
 
   std::map<std::uint32_t, EndpointId> endpoint_of_;  // by producer
   std::map<EndpointId, std::uint32_t> producer_of_;
   std::set<std::uint32_t> waiting_reserves_;
+  // Ranks: up, gone, and those that no connection leads to until the next sync.
+  std::set<std::uint32_t> ranks_up_, lost_, unreachable_;
   std::vector<std::vector<std::byte>> parameters_;
   std::vector<std::vector<std::byte>> stage_;  // as parameters_; empty: chunks land in those
   std::vector<std::byte> receive_ring_;

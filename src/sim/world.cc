@@ -4,6 +4,8 @@
 #include <memory>
 #include <optional>
 
+#include <fmt/ranges.h>
+
 namespace shardpull::sim {
 
 World::World(std::uint64_t seed)
@@ -72,6 +74,17 @@ bool World::run_until(const std::function<bool()>& over, std::int64_t limit_ns, 
       broken("liveness: {} is not over after {} ms of simulated time", what, limit_ns / kNanosPerMilli);
   }
   return false;
+}
+
+std::string World::line(std::string_view what, std::initializer_list<std::int64_t> numbers) const {
+  return fmt::format("{:>12} {} {}\n", now_ns() / kNanosPerMicro, what, fmt::join(numbers, " "));
+}
+
+void World::start_due_steps() {
+  while (!at_step_.empty() && at_step_.begin()->first <= steps_) {
+    after(0, std::move(at_step_.begin()->second));
+    at_step_.erase(at_step_.begin());
+  }
 }
 
 void World::arm(Failure kind, std::uint64_t spared) {

@@ -3,7 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
+
+#include "base/clock.h"
 
 namespace shardpull::sim {
 namespace {
@@ -34,6 +37,44 @@ TEST_P(Seeds, AFailedSyncEndsEverywhereAndTheNextOneIsExact) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Simulate, Seeds, testing::Range<std::uint64_t>(1, 41));
+
+// Processes die and come back, links fall silent, break or are held up, members are slow, messages repeat.
+void expect_rules_under_faults(std::uint64_t first, std::uint64_t count, SimReport& sum) {
+  for (std::uint64_t seed = first; seed < first + count; ++seed) {
+    const SimOptions options = SimOptions::draw_with_faults(seed);
+    const SimReport report = simulate(seed, options);
+    ASSERT_TRUE(report.violations.empty())
+        << "seed " << seed << ", " << to_string(options) << "\n  " << report.violations.front();
+    sum.syncs_completed += report.syncs_completed;
+    sum.syncs_failed += report.syncs_failed;
+    sum.syncs_lossy += report.syncs_lossy;
+    sum.rejoined += report.rejoined;
+    sum.faults += report.faults;
+    sum.repeated += report.repeated;
+    sum.longest_sync_ns = std::max(sum.longest_sync_ns, report.longest_sync_ns);
+  }
+}
+
+TEST(Simulate, EveryRuleHoldsUnderFaults) {
+  SimReport sum;
+  expect_rules_under_faults(1, 200, sum);
+  EXPECT_GT(sum.faults, 400u);
+  EXPECT_GT(sum.syncs_completed, 300u);
+  EXPECT_GT(sum.syncs_failed, 100u);
+  EXPECT_GT(sum.syncs_lossy, 30u) << "exact for the replicas that lost nobody";
+  EXPECT_GT(sum.rejoined, 100u);
+  EXPECT_GT(sum.repeated, 1000u);
+  EXPECT_LT(sum.longest_sync_ns, 15 * kNanosPerSecond) << "what a failed sync may wait for its members";
+}
+
+TEST(Simulate, ARunWithFaultsReplaysToo) {
+  const SimOptions options = SimOptions::draw_with_faults(7);
+  const SimReport first = simulate(7, options), again = simulate(7, options, true);
+  EXPECT_EQ(first.trace_hash, again.trace_hash);
+  EXPECT_EQ(first.struck, again.struck);
+  EXPECT_TRUE(first.trace.empty());
+  EXPECT_FALSE(again.trace.empty());
+}
 
 // Syncs of some names and resident ranks, with and without failures: every name holds the version it was last
 // moved in.
@@ -88,7 +129,7 @@ TEST(Simulate, AFlippedBitIsFoundOnEveryPath) {
       EXPECT_EQ(report.syncs_failed, report.syncs_corrupt);
       EXPECT_GT(report.summed_keys, 0u);
       corrupt += report.syncs_corrupt;
-      on_path += path == PathPolicy::kMapped ? report.mapped_chunks
+      on_path += path == PathPolicy::kMapped   ? report.mapped_chunks
                  : path == PathPolicy::kDirect ? report.direct_chunks
                                                : report.packs;
     }

@@ -101,5 +101,69 @@ TEST_F(SimControlTest, AMemberMaySendToItself) {
   EXPECT_THAT(trainer_log.take(), ElementsAre("trainer 0: me"));
 }
 
+// A message between two members and the news of its sender's end take the same way.
+TEST_F(SimControlTest, NothingOfADeadMemberArrivesAfterTheNewsOfItsEnd) {
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    SimControlNet star(clock, {.seed = seed});
+    Log hub_log, first_log, second_log;
+    auto hub = star.open(kSender, 1, hub_log);
+    auto first = star.open(worker, 2, first_log);
+    auto second = star.open(other, 3, second_log);
+    const auto run_star = [&] {
+      while (const auto due = star.next_due_ns()) {
+        clock.set_ns(*due);
+        star.deliver_due();
+      }
+    };
+    run_star();
+    second_log.take();
+    for (int i = 0; i < 5; ++i) ASSERT_TRUE(first->send(other, UserMessage{"", std::to_string(i)}).ok());
+    star.crash(worker);
+    EXPECT_FALSE(first->send(other, UserMessage{"", "dead"}).ok());
+    run_star();
+    std::vector<std::string> lines = second_log.take();
+    ASSERT_FALSE(lines.empty());
+    EXPECT_EQ(lines.back(), "worker 0 lost 2");
+    for (std::size_t i = 0; i + 1 < lines.size(); ++i)
+      EXPECT_EQ(lines[i], "worker 0: " + std::to_string(i)) << "what arrives are the first ones";
+  }
+}
+
+TEST_F(SimControlTest, TheEndOfTheHubIsTheEndOfEveryLink) {
+  auto trainer_link = net.open(kSender, 1, trainer_log);
+  auto worker_link = net.open(worker, 2, worker_log);
+  run();
+  worker_log.take();
+  net.crash(kSender);
+  run();
+  EXPECT_THAT(worker_log.take(), ElementsAre("trainer 0 lost 1"));
+  EXPECT_FALSE(worker_link->send(kSender, UserMessage{"", "x"}).ok());
+}
+
+// A short silence delays, a long one ends the link on both sides; what was under way is lost then.
+TEST_F(SimControlTest, SilenceDelaysAndThenKills) {
+  auto trainer_link = net.open(kSender, 1, trainer_log);
+  auto worker_link = net.open(worker, 2, worker_log);
+  run();
+  trainer_log.take();
+  worker_log.take();
+  const std::int64_t before_ns = clock.now_ns();
+  net.silence(worker, 200 * kNanosPerMilli);
+  ASSERT_TRUE(worker_link->send(kSender, UserMessage{"", "a"}).ok());
+  ASSERT_TRUE(worker_link->send(kSender, UserMessage{"", "b"}).ok());
+  ASSERT_TRUE(worker_link->send(worker, UserMessage{"", "me"}).ok());
+  run();
+  EXPECT_THAT(trainer_log.take(), ElementsAre("worker 0: a", "worker 0: b"));
+  EXPECT_THAT(worker_log.take(), ElementsAre("worker 0: me"));
+  EXPECT_GE(clock.now_ns() - before_ns, 200 * kNanosPerMilli);
+
+  net.silence(worker, 3 * kNanosPerSecond);
+  ASSERT_TRUE(worker_link->send(kSender, UserMessage{"", "c"}).ok());
+  run();
+  EXPECT_THAT(trainer_log.take(), ElementsAre("worker 0 lost 2"));
+  EXPECT_THAT(worker_log.take(), ElementsAre("trainer 0 lost 1"));
+  EXPECT_FALSE(worker_link->send(kSender, UserMessage{"", "zombie"}).ok());
+}
+
 }  // namespace
 }  // namespace shardpull

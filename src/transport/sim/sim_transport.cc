@@ -441,6 +441,36 @@ SimNet::SimNet(const Clock& clock, const SimNetOptions& options)
     : state_(std::make_shared<State>(clock, options)) {}
 SimNet::~SimNet() = default;
 
+void SimNet::cut(const std::string& one, const std::string& other) {
+  const MutexLock lock(state_->mutex);
+  for (Node* node : state_->nodes) {
+    if (node->name != one) continue;
+    for (const auto& [id, endpoint] : node->endpoints) {
+      const auto peer = state_->node_of.find(endpoint.peer);
+      if (peer == state_->node_of.end() || peer->second->name != other) continue;
+      const Status why = unavailable(fmt::format("the connection of {} and {} was cut", one, other));
+      const std::int64_t now_ns = state_->clock.now_ns();
+      state_->post(*node, now_ns + state_->delay(), Event{Event::Kind::kClosed, id, {}, why, 0});
+      state_->post(*peer->second, now_ns + state_->delay(),
+                   Event{Event::Kind::kClosed, endpoint.peer, {}, why, 0});
+    }
+  }
+}
+
+void SimNet::hold(const std::string& name, std::int64_t until_ns) {
+  const MutexLock lock(state_->mutex);
+  for (Node* node : state_->nodes) {
+    if (node->name != name) continue;
+    for (auto& [id, endpoint] : node->endpoints) {
+      endpoint.last_due_ns = std::max(endpoint.last_due_ns, until_ns);
+      const auto peer = state_->node_of.find(endpoint.peer);
+      if (peer == state_->node_of.end()) continue;
+      Endpoint& theirs = peer->second->endpoints.at(endpoint.peer);
+      theirs.last_due_ns = std::max(theirs.last_due_ns, until_ns);
+    }
+  }
+}
+
 std::optional<std::int64_t> SimNet::next_due_ns() const {
   const MutexLock lock(state_->mutex);
   std::optional<std::int64_t> next;

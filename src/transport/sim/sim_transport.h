@@ -41,6 +41,12 @@ class SimNet {
   std::unique_ptr<Transport> open(std::string name, FleetToken token, Incarnation incarnation);
   static constexpr std::byte kFreedByte{0xDB};
 
+  // Breaks the connections between the transports of these two names: both report their end, with the reads
+  // over them, and of what is under way some may be lost.
+  void cut(const std::string& one, const std::string& other);
+  // What the transport sends, and is sent, from now on arrives at `until_ns` or later, in order.
+  void hold(const std::string& name, std::int64_t until_ns);
+
   // When the next transport has something to do; nothing when none has. For simulators.
   std::optional<std::int64_t> next_due_ns() const;
 

@@ -257,5 +257,34 @@ TEST(SimTransportThreads, ProgressWaitsAndIsWoken) {
   sleeper.join();
 }
 
+// Both sides hear of the end, and so do reads; the transports live on.
+TEST_F(SimTransportTest, ACutConnectionEndsOnBothSides) {
+  ASSERT_TRUE(b.transport->listen().ok());
+  const EndpointId endpoint = *a.transport->connect("sim:b", 0);
+  ASSERT_TRUE(a.transport->send(endpoint, HotHeader{.type = HotType::kPull, .seq = 1}, nullptr, 0).ok());
+  run();
+  ASSERT_THAT(b.seqs, ElementsAre(1));
+  net.cut("a", "b");
+  run();
+  EXPECT_THAT(a.closed, ElementsAre(endpoint));
+  EXPECT_EQ(b.closed, b.accepted);
+  EXPECT_THAT(a.why_closed.message(), HasSubstr("was cut"));
+  EXPECT_FALSE(a.transport->send(endpoint, HotHeader{.type = HotType::kPull, .seq = 2}, nullptr, 0).ok());
+}
+
+TEST_F(SimTransportTest, WhatIsHeldArrivesLaterAndInOrder) {
+  ASSERT_TRUE(b.transport->listen().ok());
+  const EndpointId endpoint = *a.transport->connect("sim:b", 0);
+  run();
+  const std::int64_t until_ns = clock.now_ns() + kNanosPerSecond;
+  net.hold("b", until_ns);
+  for (std::uint32_t seq = 1; seq <= 3; ++seq)
+    ASSERT_TRUE(a.transport->send(endpoint, HotHeader{.type = HotType::kPull, .seq = seq}, nullptr, 0).ok());
+  ASSERT_TRUE(net.next_due_ns().has_value());
+  EXPECT_GE(*net.next_due_ns(), until_ns);
+  run();
+  EXPECT_THAT(b.seqs, ElementsAre(1, 2, 3));
+}
+
 }  // namespace
 }  // namespace shardpull

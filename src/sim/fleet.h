@@ -1,0 +1,88 @@
+// A simulated fleet: its processes, what happens to them, and the rules that hold between them.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "sim/faults.h"
+#include "sim/sim_model.h"
+#include "sim/sim_trainer.h"
+#include "sim/sim_worker.h"
+#include "sim/simulate.h"
+#include "sim/world.h"
+
+namespace shardpull::sim {
+
+// Every rule that is broken is told to the world.
+class Fleet {
+ public:
+  Fleet(World& world, const SimModel& model, std::uint64_t seed);
+
+  // Everybody joins. False: a rule was broken.
+  bool start();
+  // One sync and what it leads to. `allowed`: how many of the workers may take part. `last`: without faults,
+  // with everybody who can be there, and exact. False: a rule was broken.
+  bool sync(std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed, const NameSet& names,
+            bool last);
+  // Whether the sender is gone, and with it the fleet.
+  bool over() const { return trainers_[0]->down(); }
+  void shutdown();
+  void count(SimReport& report) const;
+
+ private:
+  // What a module was before the sync, in one life of its worker.
+  struct Before {
+    std::int64_t life = 0;
+    std::vector<ModuleState> modules;
+    bool busy = false;  // still ending the sync before, whose outcome does not depend on it
+  };
+
+  void strike(const Fault& fault);
+  void hit(std::uint32_t consumer);
+  void restart(std::uint32_t consumer);
+  bool heal(bool everybody);
+  bool sync_is_over() const;
+  void call(std::uint32_t rank, std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed,
+            const NameSet& names);
+  bool wait_for(const std::function<bool()>& over, const std::string& what);
+
+  void check(std::uint64_t version, const NameSet& names);
+  void check_ranks();
+  void check_modules(std::uint64_t version, const NameSet& names, bool committing);
+  void check_success(std::uint64_t version, const SyncOutcome& outcome, const NameSet& names);
+  void check_failure(const Status& why, const NameSet& names);
+  void check_drops();
+  bool mate_struck(std::uint32_t consumer) const;
+
+  World& world_;
+  const SimModel& model_;
+  Random random_;  // of faults alone: without them runs are what they were
+  SlotReaders readers_;
+  std::vector<std::unique_ptr<SimTrainer>> trainers_;
+  std::vector<std::unique_ptr<SimWorker>> workers_;  // the latest life of each
+  std::vector<std::unique_ptr<SimWorker>> dead_;     // earlier ones
+  std::vector<std::int64_t> lives_;                  // by worker
+  std::vector<std::int64_t> hit_;                    // by worker: the latest life that something ended; or -1
+  std::vector<std::uint32_t> peaks_;                 // by trainer
+  std::uint64_t last_steps_ = 300;                   // of the sync before
+
+  // The sync at hand.
+  std::uint64_t sync_id_ = 0, last_version_ = 0;
+  std::vector<bool> called_;  // by trainer
+  std::vector<Before> before_;
+  Struck struck_;                                          // what is not healed yet, too
+  std::set<std::pair<std::uint32_t, std::uint32_t>> cut_;  // struck_.cut, in this sync
+  bool estranged_ = false;                                 // likewise
+  bool ending_ = false;  // a fault of the kind that ends a fleet has been drawn
+
+  std::uint32_t completed_ = 0, failed_ = 0, refused_ = 0, corrupt_ = 0, lossy_ = 0, rejoined_ = 0;
+  std::vector<std::string> faults_;
+  std::int64_t longest_ns_ = 0;
+};
+
+}  // namespace shardpull::sim
