@@ -30,7 +30,7 @@ void BM_commit(benchmark::State& state) {
     recording.parameters.push_back(
         {.module = p, .name = "weight", .dtype = DType::kBF16, .shape = {each / 2}, .stride = {1}});
     chunk.materialise.push_back(p);
-    chunk.scatters.push_back({0, {.parameter = p, .dtype = DType::kBF16}});
+    chunk.scatters.push_back({0, {.parameter = p, .dtype = DType::kBF16, .offset = 0, .shape = {}, .stride = {}}});
   }
   plan.chunks.push_back(std::move(chunk));
   auto stage = Stage::make(plan, recording);

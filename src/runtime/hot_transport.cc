@@ -9,6 +9,7 @@
 #include "base/host_port.h"
 #include "base/interfaces.h"
 #include "base/status_macros.h"
+#include "base/unix_socket.h"
 #include "transport/cma/cma_transport.h"
 #include "transport/shm/shm_transport.h"
 #include "transport/ucx/ucx_transport.h"
@@ -92,12 +93,12 @@ Result<std::unique_ptr<Transport>> make_hot_transport(const FleetOptions& option
                                                       Incarnation incarnation) {
   const std::string name =
       fmt::format("{}-{}", self.role == Role::kTrainer ? "trainer" : "worker", self.id);
+  LocalOptions local{
+      .directory = options.directory, .token = options.token, .incarnation = incarnation, .self_name = name};
   // A worker that takes the place of one which has not ended yet listens beside it.
-  const LocalOptions local{
-      .directory = options.directory,
-      .token = options.token,
-      .incarnation = incarnation,
-      .self_name = self.role == Role::kTrainer ? name : fmt::format("{}-{:016x}", name, incarnation)};
+  if (self.role == Role::kWorker &&
+      connect_unix(fmt::format("{}/{}.sock", options.directory, name), kNanosPerMilli).ok())
+    local.self_name = fmt::format("{}-{:016x}", name, incarnation);
   const TransportKind kind = transport_of(options);
   switch (kind) {
     case TransportKind::kAuto:

@@ -84,7 +84,7 @@ void ReplicaLink::tick() {
 }
 
 void ReplicaLink::unreachable(std::uint32_t mate, const Status& why) {
-  log_warn("worker {} cannot be asked how the sync ended: {}", mate, why.to_string());
+  log_info("worker {} cannot be asked how the sync ended: {}", mate, why.to_string());
   // Posted: the machine may be in the middle of the event that asked.
   progress_.post([this, mate] {
     drive([&](std::int64_t now, CommitActions& out) { machine_.unreachable(now, mate, out); });

@@ -651,8 +651,9 @@ void Worker::Impl::on_lost(const Member& member, const Status& why) {
   if (engine != nullptr && member.role == Role::kTrainer) engine->producer_lost(member.id, named);
   after_event();
   if (member == kSender) {
+    // A sender that ends the fleet has no commit under way: there is nobody to tell or ask.
+    if (replica != nullptr && (!ending || being_decided())) replica->sender_lost(named);
     if (!ending) ending = named;
-    if (replica != nullptr) replica->sender_lost(named);
     if (!being_decided()) {
       if (engine != nullptr && !delivered) engine->fail(current_sync, named);
       end(*ending);

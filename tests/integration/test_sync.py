@@ -165,7 +165,7 @@ class JsonOutput(FleetTest):
             "shardpull": int, "software": str, "exact": bool, "parameters": int, "bytes_compared": int,
             "model": {"name": str, "tensors": int, "bytes": int},
             "settings": {"trainer": str, "inference": str, "path": str, "transport": str, "integrity": str, "ring_depth": int, "lookahead": int,
-                         "max_chunk_bytes": int, "chunk_split": int, "pull_split": int, "publish": str, "names": [str],
+                         "max_chunk_bytes": int, "apply": str, "chunk_split": int, "pull_split": int, "publish": str, "names": [str],
                          "export_pack_limit_bytes": int},
             "notes": [str],
             "syncs": [{
