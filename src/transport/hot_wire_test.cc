@@ -83,7 +83,8 @@ TEST(HotHeader, RefusesWhatIsNotOurs) {
   EXPECT_EQ(version.info().reason, Reason::kVersionMismatch);
   EXPECT_NE(version.message().find("wire version 9, this process 1"), std::string::npos) << version.message();
   EXPECT_NE(with(6, 0).message().find("type 0"), std::string::npos);
-  EXPECT_NE(with(6, 8).message().find("type 8"), std::string::npos);
+  EXPECT_NE(with(6, 200).message().find("type 200"), std::string::npos);
+  EXPECT_NE(with(44, 2).message().find("lane kind 2"), std::string::npos);
   EXPECT_NE(with(7, 0x80).message().find("flags 0x80"), std::string::npos);
   EXPECT_NE(with(46, 1).message().find("reserved"), std::string::npos);
   EXPECT_EQ(with(55, 0x7F).info().reason, Reason::kLimit);
