@@ -169,14 +169,15 @@ class JsonOutput(FleetTest):
                          "export_pack_limit_bytes": int},
             "notes": [str],
             "syncs": [{
-                "sync": int, "version": int, "wall_s": float, "bytes_kept": int, "bytes_moved": int, "padding_bytes": int,
+                "sync": int, "version": int, "summary": str, "wall_s": float, "bytes_kept": int, "bytes_moved": int, "padding_bytes": int,
                 "memcpy_limit_s": float,
                 "memcpy_before_s": float, "memcpy_after_s": float, "memcpy_steady": bool, "non_temporal_s": float,
                 "vectored_read_s": type(None), "ratio": float,
                 "export_copy_s": float, "export_bytes": int, "packs": int, "packed_bytes": int,
-                "workers": [{"worker": int, "bytes_kept": int, "bytes_moved": int, "update_s": float, "copy_s": float, "exact": bool}],
+                "workers": [{"worker": int, "bytes_kept": int, "bytes_moved": int, "update_s": float, "copy_s": float,
+                             "commit_s": float, "phases": dict, "waited_for_rank": (int, type(None)), "waited_s": float, "exact": bool}],
                 "ranks": [{"rank": int, "export_copy_s": float, "export_bytes": int, "peak_resident_bytes": int, "packs": int,
-                           "packed_bytes": int}],
+                           "packed_bytes": int, "wall_s": float, "phases": dict}],
             }],
             "processes": [{"process": str, "model_bytes": int, "engine_bytes": int, "peak_extra_bytes": int}],
         })
