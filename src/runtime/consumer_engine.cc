@@ -142,7 +142,7 @@ ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Rec
                               .num_modules = static_cast<std::uint32_t>(recording.modules.size()),
                               .summed = summed_paths(*tables_),
                               .scattered_on_arrival = on_arrival_,
-                              .staged = apply == Apply::kStaged,
+                              .staged = staged_,
                               .stall_timeout_ns = stall_timeout_ns,
                               .loss_grace_ns = loss_grace_ns}),
       copies_(1),
@@ -876,44 +876,57 @@ void ConsumerEngine::read_direct(std::uint32_t chunk_id,
     progress_.post([this, sync_id, chunk_id, wrong] { scatter_done(sync_id, chunk_id, wrong); });
     return;
   }
-  if (prepared.fills.empty())
-    return start_reads(chunk_id, std::move(by_run), std::move(producers), std::move(sums));
-  // What the module's fills zero, its keys overwrite.
-  copies_.post([this, chunk_id, plan = running_, by_run = std::move(by_run), producers = std::move(producers),
-                sums = std::move(sums)]() mutable {
+  after_fills(chunk_id, [this, chunk_id, by_run = std::move(by_run), producers = std::move(producers),
+                         sums = std::move(sums)]() mutable {
+    start_reads(
+        begin_reads(chunk_id, std::move(producers), std::move(sums)),
+        [&](std::size_t r) { return !by_run[r].empty(); },
+        [&](std::size_t r, EndpointId endpoint, ReadToken token) {
+          progress_.transport().read_parts(endpoint, std::move(by_run[r]), token);
+        });
+  });
+}
+
+void ConsumerEngine::after_fills(std::uint32_t chunk_id, std::function<void()> then) {
+  if (running_->chunks[chunk_id].fills.empty()) return then();
+  copies_.post([this, chunk_id, plan = running_, then = std::move(then)]() mutable {
     const std::int64_t started = progress_.clock().now_ns();
     run_fills(plan->chunks[chunk_id]);
     const std::int64_t filled = progress_.clock().now_ns();
-    progress_.post([this, chunk_id, started, filled, by_run = std::move(by_run),
-                    producers = std::move(producers), sums = std::move(sums)]() mutable {
+    progress_.post([this, chunk_id, started, filled, then = std::move(then)] {
       log_.worked({.phase = Phase::kMaterialise, .item = chunk_id, .begin_ns = started, .end_ns = filled});
-      start_reads(chunk_id, std::move(by_run), std::move(producers), std::move(sums));
+      then();
     });
   });
 }
 
-void ConsumerEngine::start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run,
-                                 std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums) {
-  auto reads = std::make_shared<DirectReads>(DirectReads{machine_.sync_id(),
-                                                         chunk_id,
-                                                         by_run.size(),
-                                                         {},
-                                                         progress_.clock().now_ns(),
-                                                         std::move(producers),
-                                                         std::move(sums),
-                                                         running_,
-                                                         {}});
-  for (std::size_t r = 0; r < by_run.size(); ++r) {
+std::shared_ptr<ConsumerEngine::DirectReads> ConsumerEngine::begin_reads(
+    std::uint32_t chunk_id, std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums) {
+  const std::size_t runs = producers.size();
+  return std::make_shared<DirectReads>(DirectReads{machine_.sync_id(),
+                                                   chunk_id,
+                                                   runs,
+                                                   {},
+                                                   progress_.clock().now_ns(),
+                                                   std::move(producers),
+                                                   std::move(sums),
+                                                   running_,
+                                                   {}});
+}
+
+template <typename Wanted, typename Read>
+void ConsumerEngine::start_reads(const std::shared_ptr<DirectReads>& reads, Wanted wanted, Read read) {
+  for (std::size_t r = 0; r < reads->producers.size(); ++r) {
     const ReadToken token = next_token_++;
     direct_reads_[token] = reads;
     const std::uint32_t producer = reads->producers[r];
     const EndpointId endpoint = endpoint_of(producer);
-    if (endpoint == 0 || by_run[r].empty()) {
-      const Status status = by_run[r].empty() ? Status() : producer_gone(producer);
+    if (endpoint == 0 || !wanted(r)) {
+      const Status status = wanted(r) ? producer_gone(producer) : Status();
       progress_.post([this, token, status] { on_read_done(token, status); });
       continue;
     }
-    progress_.transport().read_parts(endpoint, std::move(by_run[r]), token);
+    read(r, endpoint, token);
   }
   fault_point("worker.transferring", machine_.sync_id());
 }
@@ -933,19 +946,9 @@ void ConsumerEngine::read_packed(const consumer_action::StartCopy& action, std::
         [this, sync_id = machine_.sync_id(), chunk_id, wrong] { scatter_done(sync_id, chunk_id, wrong); });
     return;
   }
-  if (running_->chunks[chunk_id].fills.empty())
-    return start_arrivals(chunk_id, slots, action.producers, std::move(sums));
-  // What the module's fills zero, its keys overwrite.
-  copies_.post([this, chunk_id, plan = running_, slots = std::move(slots), producers = action.producers,
-                sums = std::move(sums)]() mutable {
-    const std::int64_t started = progress_.clock().now_ns();
-    run_fills(plan->chunks[chunk_id]);
-    const std::int64_t filled = progress_.clock().now_ns();
-    progress_.post([this, chunk_id, started, filled, slots = std::move(slots),
-                    producers = std::move(producers), sums = std::move(sums)]() mutable {
-      log_.worked({.phase = Phase::kMaterialise, .item = chunk_id, .begin_ns = started, .end_ns = filled});
-      start_arrivals(chunk_id, slots, std::move(producers), std::move(sums));
-    });
+  after_fills(chunk_id, [this, chunk_id, slots = std::move(slots), producers = action.producers,
+                         sums = std::move(sums)]() mutable {
+    start_arrivals(chunk_id, slots, std::move(producers), std::move(sums));
   });
 }
 
@@ -953,15 +956,7 @@ void ConsumerEngine::start_arrivals(std::uint32_t chunk_id, const std::vector<Re
                                     std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums) {
   const PreparedChunk& prepared = running_->chunks[chunk_id];
   const Chunk& chunk = *prepared.chunk;
-  auto reads = std::make_shared<DirectReads>(DirectReads{machine_.sync_id(),
-                                                         chunk_id,
-                                                         slots.size(),
-                                                         {},
-                                                         progress_.clock().now_ns(),
-                                                         std::move(producers),
-                                                         std::move(sums),
-                                                         running_,
-                                                         {}});
+  const auto reads = begin_reads(chunk_id, std::move(producers), std::move(sums));
   std::vector<Arrival::Key> keys;
   for (const ChunkKey& key : chunk.keys) keys.push_back({key.offset, key.bytes, {}});
   for (const PreparedCopy& copy : prepared.copies)
@@ -972,19 +967,11 @@ void ConsumerEngine::start_arrivals(std::uint32_t chunk_id, const std::vector<Re
     for (Arrival::Key& key : its) key.offset -= run.offset;
     reads->arrivals.push_back(std::make_shared<Arrival>(std::move(its), !reads->sums.empty(), running_));
   }
-  for (std::size_t r = 0; r < slots.size(); ++r) {
-    const ReadToken token = next_token_++;
-    direct_reads_[token] = reads;
-    const std::uint32_t producer = reads->producers[r];
-    const EndpointId endpoint = endpoint_of(producer);
-    if (endpoint == 0 || chunk.runs[r].key_count == 0) {
-      const Status status = endpoint != 0 ? Status() : producer_gone(producer);
-      progress_.post([this, token, status] { on_read_done(token, status); });
-      continue;
-    }
-    progress_.transport().read_to(endpoint, slots[r], reads->arrivals[r], token);
-  }
-  fault_point("worker.transferring", machine_.sync_id());
+  start_reads(
+      reads, [&](std::size_t r) { return chunk.runs[r].key_count != 0; },
+      [&](std::size_t r, EndpointId endpoint, ReadToken token) {
+        progress_.transport().read_to(endpoint, slots[r], reads->arrivals[r], token);
+      });
 }
 
 void ConsumerEngine::check_direct(const std::shared_ptr<DirectReads>& reads) {

@@ -194,8 +194,14 @@ class ConsumerEngine {
   // Into `by_run`: what a direct chunk reads, neighbours together.
   Status direct_parts(PreparedChunk& prepared, const std::vector<std::vector<PublishedSource>>& sources,
                       std::vector<std::vector<ReadPart>>& by_run) const;
-  void start_reads(std::uint32_t chunk_id, std::vector<std::vector<ReadPart>> by_run,
-                   std::vector<std::uint32_t> producers, std::vector<std::uint64_t> sums);
+  // `then` on the progress thread, once the chunk's fills have run: what they zero, the reads overwrite.
+  void after_fills(std::uint32_t chunk_id, std::function<void()> then);
+  std::shared_ptr<DirectReads> begin_reads(std::uint32_t chunk_id, std::vector<std::uint32_t> producers,
+                                           std::vector<std::uint64_t> sums);
+  // Calls `read(run, endpoint, token)` for every run that has something to read, `wanted(run)`; the others, and those of
+  // a producer without an endpoint, end by themselves.
+  template <typename Wanted, typename Read>
+  void start_reads(const std::shared_ptr<DirectReads>& reads, Wanted wanted, Read read);
   // Scatters a packed chunk while it arrives. `slots`: by run, the producer's.
   void read_packed(const consumer_action::StartCopy& action, std::vector<std::uint64_t> sums);
   void start_arrivals(std::uint32_t chunk_id, const std::vector<RemoteRef>& slots,
