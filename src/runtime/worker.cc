@@ -180,6 +180,7 @@ struct Worker::Impl final : TransportSink {
   std::optional<Status> ending;  // the sender is gone, and what that means for the last sync is being decided
   std::uint64_t current_sync = 0, current_version = 0;
   std::shared_ptr<const WorkerPlan> current_plan;  // what the sync runs: the plan, or what is left of it
+  WorkerReport current_report;                     // once its update is over
   NameSet part_names;                              // the names `part` is of
   std::shared_ptr<const WorkerPlan> part;          // of the last sync of some names
   bool current_trace = false;                      // the sender wants current_sync's timeline
@@ -296,6 +297,7 @@ Status Worker::Impl::meet_mates() {
     const Status status = engine->finish_update(sync_id);
     if (!status.ok()) {
       send(kSender, Finished{sync_id, status});
+      engine->log().fill(current_report);
       deliver(sync_id, status);
     }
   };
@@ -357,25 +359,34 @@ Status Worker::Impl::make_plan() {
     if (version_guard.load() % 2 == 0) version_guard.fetch_add(1);  // odd before the first byte is written
   };
   hooks.update_done = [this](std::uint64_t sync_id, const Status& status) {
-    Prepared message{.sync_id = sync_id, .status = status};
-    message.bytes_moved = engine->bytes_moved();
-    message.update_ns = engine->update_ns();
-    message.copy_ns = engine->copy_ns();
-    message.bytes_kept = current_plan->bytes_kept;
-    message.padding_bytes = padding_bytes(*current_plan);
-    message.rerouted = engine->machine().rerouted();
-    message.fallback_names = fallback_names(*current_plan);
-    send(kSender, std::move(message));
+    current_report = {.consumer = options.consumer,
+                      .bytes_kept = current_plan->bytes_kept,
+                      .bytes_moved = engine->bytes_moved(),
+                      .update_ns = engine->update_ns(),
+                      .copy_ns = engine->copy_ns(),
+                      .padding_bytes = padding_bytes(*current_plan),
+                      .rerouted_pulls = engine->machine().rerouted(),
+                      .fallback_names = fallback_names(*current_plan)};
+    send(kSender, Prepared{.sync_id = sync_id,
+                           .status = status,
+                           .bytes_moved = current_report.bytes_moved,
+                           .update_ns = current_report.update_ns,
+                           .copy_ns = current_report.copy_ns,
+                           .bytes_kept = current_report.bytes_kept,
+                           .padding_bytes = current_report.padding_bytes,
+                           .rerouted = current_report.rerouted_pulls,
+                           .fallback_names = current_report.fallback_names});
     replica->update_done(sync_id, status);
     if (status.ok()) fault_point("worker.prepared", sync_id);
-    if (!status.ok()) deliver(sync_id, status);
+    if (status.ok()) return;
+    engine->log().fill(current_report);
+    deliver(sync_id, status);
   };
   hooks.finish_done = [this](std::uint64_t sync_id, const Status& status) {
     if (status.ok()) version_guard.fetch_add(1);
-    WorkerReport times;
-    engine->log().fill(times);
-    send(kSender,
-         Finished{sync_id, status, times.commit_ns, times.phases, times.waited_for, times.waited_ns});
+    engine->log().fill(current_report);
+    send(kSender, Finished{sync_id, status, current_report.commit_ns, current_report.phases,
+                           current_report.waited_for, current_report.waited_ns});
     if (status.ok()) fault_point("worker.committed", sync_id);
     deliver(sync_id, status);
   };
@@ -595,16 +606,7 @@ std::uint32_t Worker::Impl::fallback_names(const WorkerPlan& of) const {
 void Worker::Impl::deliver(std::uint64_t sync_id, const Status& status) {
   if (delivered || sync_id != current_sync) return;
   delivered = true;
-  WorkerReport report{options.consumer,
-                      current_plan->bytes_kept,
-                      engine->bytes_moved(),
-                      engine->update_ns(),
-                      engine->copy_ns(),
-                      padding_bytes(*current_plan),
-                      engine->machine().rerouted(),
-                      fallback_names(*current_plan)};
-  engine->log().fill(report);
-  push_result(current_version, status, report,
+  push_result(current_version, status, current_report,
               trace ? std::optional(engine->log().timeline()) : std::nullopt);
   if (current_trace) send(kSender, TimelineReport{sync_id, encode_timeline(engine->log().timeline())});
   end_if_decided();
