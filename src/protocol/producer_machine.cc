@@ -167,6 +167,7 @@ struct Group {
   std::vector<PublishedView> views;  // ascending by (name, piece)
   std::vector<bool> signalled;       // by consumer
   std::uint32_t missing = 0;         // live consumers that have not signalled
+  std::vector<std::uint32_t> signalled_sharers;  // by sharing group: how many of it have, live or not
   std::uint32_t packs = 0;           // packs and sums that read it
   std::vector<PullPlace> parked_in_place;
   std::map<std::shared_ptr<const PullDescription>, RunSums> sums;        // of what is read in place
@@ -370,12 +371,10 @@ struct ProducerMachine::State {
 
   // ---- packing ----------------------------------------------------------------------------------
 
-  // Starts the pack of a meeting when every live sharer is there, the group is published and the slot is
-  // free.
   // Sharers that will not come: they have the group already, from a producer that they can reach.
   std::size_t elsewhere(std::uint32_t ring_id, const Meeting& meeting, const Group& group) const {
     std::size_t count = 0;
-    if (rings.at(ring_id).kind != LaneKind::kRegular) return count;
+    if (ring_id >= sharing || group.signalled_sharers[ring_id] == 0) return count;
     for (std::uint32_t c = ring_id; c < consumers.size(); c += sharing) {
       if (consumers[c].live && group.signalled[c] &&
           std::find(meeting.arrived.begin(), meeting.arrived.end(), c) == meeting.arrived.end())
@@ -384,6 +383,8 @@ struct ProducerMachine::State {
     return count;
   }
 
+  // Starts the pack of a meeting when every live sharer is there, the group is published and the slot is
+  // free.
   void try_pack(std::uint32_t ring_id, std::uint32_t seq, ProducerActions& out) {
     Ring& ring = rings.at(ring_id);
     const auto it = ring.meetings.find(seq);
@@ -777,6 +778,7 @@ struct ProducerMachine::State {
       }
       if (!running) continue;  // failed: that it reads no longer is all it says
       groups[g].signalled[consumer] = true;
+      ++groups[g].signalled_sharers[consumer % sharing];
       groups[g].missing -= groups[g].missing == 0 ? 0 : 1;
       if (SHARDPULL_PLANT("freed-by-the-first-signal")) groups[g].missing = 0;
       last_progress_ns = now_ns;
@@ -1048,6 +1050,7 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
     s.groups[g].in_sync = true;
     s.groups[g].signalled.assign(s.tables.num_consumers, false);
     s.groups[g].missing = s.live_count;
+    s.groups[g].signalled_sharers.assign(s.sharing, 0);
   }
   s.unpublished = s.unfreed = static_cast<std::uint32_t>(groups.size());
 
