@@ -94,7 +94,7 @@ class SHARDPULL_API ParameterView {
 using Loader = std::function<Status(Parameter&, const Tensor& loaded, const std::string& shard)>;
 
 // Runs after a module's last scatter: reads the module's parameters, writes derived bytes to `outputs`
-// (module-owned kernel storage by index; staged apply may aim it at a shadow). On the post-process thread.
+// (module-owned kernel storage by index; none yet). On the post-process thread; with staged apply, within the commit.
 using PostProcess = std::function<Status(Module&, const std::vector<std::byte*>& outputs)>;
 
 class SHARDPULL_API Parameter {

@@ -56,7 +56,7 @@ class ProducerServer {
   const Status& failure() const { return machine_->failure(); }
 
   void sync_opened(std::uint64_t sync_id, const std::vector<std::uint32_t>& live) {
-    machine_->sync_opened(sync_id, live);
+    if (machine_ != nullptr) machine_->sync_opened(sync_id, live);
   }
   Status begin_sync(std::uint64_t sync_id, std::uint64_t version, const std::vector<std::uint32_t>& live,
                     const std::vector<std::uint32_t>& groups, const NameSet& names);

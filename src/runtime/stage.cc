@@ -9,6 +9,7 @@
 
 #include <fmt/format.h>
 
+#include "base/checked.h"
 #include "base/host_memory.h"
 #include "base/status_macros.h"
 #include "base/units.h"
@@ -63,7 +64,7 @@ Result<std::unique_ptr<Stage>> Stage::make(const WorkerPlan& plan, const Recordi
     SHARDPULL_ASSIGN_OR_RETURN(CopyProgram whole, whole_copy(recording.parameters[p]));
     const std::uint64_t extent = static_cast<std::uint64_t>(whole.dst_end);
     placed.emplace_back(p, bytes, std::move(whole));
-    bytes += (extent + kAlignment - 1) / kAlignment * kAlignment;
+    bytes += ceil_div(extent, kAlignment) * kAlignment;
   }
   if (bytes != 0) {
     // Taking memory that is not there would have the kernel end some process instead of telling this one.
