@@ -476,7 +476,8 @@ TYPED_TEST_P(TransportContract, Case054TwoReadersOfOneRegionInOneProcess) {
   const auto memory = pair.granted(bytes);
   for (std::size_t i = 0; i < bytes; ++i) memory->ref().address[i] = coded_byte(i);
   const RemoteRef window{memory->ref().region, memory->ref().generation, 0, bytes};
-  std::vector<std::byte> landed(bytes), dropped(bytes);
+  constexpr ReadToken kDropped = 20;  // each lands in memory of its own: several threads may read at once
+  std::vector<std::byte> landed(bytes), dropped(kDropped * bytes);
   {
     Side other(pair.backend.make("worker-1", 33, {}));
     const auto address = pair.a.transport->listen();
@@ -491,8 +492,8 @@ TYPED_TEST_P(TransportContract, Case054TwoReadersOfOneRegionInOneProcess) {
     ASSERT_TRUE(pair.a.transport->grant(back, memory).ok());
     ASSERT_TRUE(pair.a.transport->send(back, pull(1), nullptr, 0).ok());
     ASSERT_TRUE(pump({&pair.a, &other}, [&] { return other.count(Event::kMessage) == 1; }));
-    for (ReadToken token = 1; token <= 20; ++token)
-      other.transport->read(*connected, window, dropped.data(), token);
+    for (ReadToken token = 1; token <= kDropped; ++token)
+      other.transport->read(*connected, window, dropped.data() + (token - 1) * bytes, token);
     pair.b.transport->read(pair.b_to_a, window, landed.data(), 1);
   }
   ASSERT_TRUE(pair.pump_until([&] { return pair.b.count(Event::kRead) == 1; }));
