@@ -166,10 +166,22 @@ bool Fleet::heal(bool everybody) {
 
 // ---- one sync -----------------------------------------------------------------------------------
 
+// As the sender opens the sync: a worker may have come back since the one before, and takes part then.
+void Fleet::note_before() {
+  before_.clear();
+  for (std::uint32_t c = 0; c < workers_.size(); ++c) {
+    const ConsumerMachine& machine = workers_[c]->machine();
+    const bool busy = machine.state() == WorkerState::kUpdating || machine.state() == WorkerState::kPrepared ||
+                      machine.state() == WorkerState::kCommitting || machine.in_flight();
+    before_.push_back({lives_[c], machine.modules(), busy});
+  }
+}
+
 void Fleet::call(std::uint32_t rank, std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed,
                  const NameSet& names) {
   if (sync_id != sync_id_ || called_[rank]) return;  // withdrawn
   called_[rank] = true;
+  if (rank == 0) note_before();
   SimTrainer& trainer = *trainers_[rank];
   if (trainer.down()) return;
   trainer.send_weights(sync_id, version, allowed, names);
@@ -193,13 +205,6 @@ bool Fleet::sync(std::uint64_t sync_id, std::uint64_t version, std::uint32_t all
   if (!heal(last)) return false;
   sync_id_ = sync_id;
   called_.assign(trainers_.size(), false);
-  before_.clear();
-  for (std::uint32_t c = 0; c < workers_.size(); ++c)
-    before_.push_back({lives_[c], workers_[c]->machine().modules(),
-                       workers_[c]->machine().state() == WorkerState::kUpdating ||
-                           workers_[c]->machine().state() == WorkerState::kPrepared ||
-                           workers_[c]->machine().state() == WorkerState::kCommitting ||
-                           workers_[c]->machine().in_flight()});
   struck_.step = false;
   struck_.estranged = std::exchange(estranged_, false);  // until its end is known
   struck_.cut = std::exchange(cut_, {});                 // one that broke late may be noticed late

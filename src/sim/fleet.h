@@ -35,7 +35,7 @@ class Fleet {
   void count(SimReport& report) const;
 
  private:
-  // What a module was before the sync, in one life of its worker.
+  // What a worker's modules were as the sync was opened, in one life of it.
   struct Before {
     std::int64_t life = 0;
     std::vector<ModuleState> modules;
@@ -47,6 +47,7 @@ class Fleet {
   void restart(std::uint32_t consumer);
   bool heal(bool everybody);
   bool sync_is_over() const;
+  void note_before();
   void call(std::uint32_t rank, std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed,
             const NameSet& names);
   bool wait_for(const std::function<bool()>& over, const std::string& what);

@@ -67,6 +67,14 @@ TEST(Simulate, EveryRuleHoldsUnderFaults) {
   EXPECT_LT(sum.longest_sync_ns, 15 * kNanosPerSecond) << "what a failed sync may wait for its members";
 }
 
+// One whose worker is there again between the end of a sync and the opening of the next.
+TEST(Simulate, AWorkerThatComesBackBeforeASyncIsOpenedTakesPart) {
+  SimReport sum;
+  expect_rules_under_faults(900000651, 1, sum);
+  EXPECT_GT(sum.rejoined, 0u);
+  EXPECT_GT(sum.syncs_completed, 1u);
+}
+
 TEST(Simulate, ARunWithFaultsReplaysToo) {
   const SimOptions options = SimOptions::draw_with_faults(7);
   const SimReport first = simulate(7, options), again = simulate(7, options, true);
