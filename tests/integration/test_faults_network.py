@@ -38,7 +38,11 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self.listener.accept()
-                far = socket.create_connection(("127.0.0.1", self.target))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self.target))
+                except OSError:  # the hub does not listen yet, or no longer: whoever comes may come again
+                    near.close()
+                    continue
                 self.ends += [near, far]
                 for one, other in ((near, far), (far, near)):
                     pieces = queue.Queue()
