@@ -11,6 +11,7 @@
 #include "base/fault_hooks.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "hot/pulls.h"
 #include "plan/integrity.h"
 #include "protocol/key_sums.h"
 #include "tensor/checksum.h"
@@ -405,8 +406,7 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
   if (found == endpoints_.end()) return false;
   Endpoint& endpoint = found->second;
   const std::uint32_t producer = endpoint.producer;
-  const PullId pull{header.sync_id, header.consumer, header.target, header.run, header.attempt,
-                    header.seq,     static_cast<LaneKind>(header.lane_kind)};
+  const PullId pull = pull_of(header);
   const auto reject = [&](const Status& why) {
     log_warn("trainer {} sent a message this worker cannot use: {}", producer, why.to_string());
     progress_.transport().close(id);
@@ -430,12 +430,8 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
         reject(ready.status());
         return true;
       }
-      ReadyInfo info;
       const Chunk* const asked = chunk_of(pull.chunk);
-      info.path = asked != nullptr ? asked->path : Path::kPacked;
-      info.sums = std::move(ready->sums);
-      for (ReadyEntry& entry : ready->entries) info.entries.push_back({entry.where, std::move(entry.stride)});
-      if (info.path == Path::kPacked && !info.entries.empty()) info.bytes = info.entries[0].where.bytes;
+      ReadyInfo info = ready_info(std::move(*ready), asked != nullptr ? asked->path : Path::kPacked);
       if (pull.sync_id == machine_.sync_id()) log_.answered(pull.chunk, pull.run, progress_.clock().now_ns());
       drive([&](std::int64_t now, ConsumerActions& out) {
         machine_.ready(now, producer, pull, std::move(info), out);
@@ -554,12 +550,9 @@ HotHeader ConsumerEngine::header(HotType type, std::uint64_t sync_id) const {
 }
 
 void ConsumerEngine::perform(const consumer_action::SendPull& action) {
-  HotHeader message = header(HotType::kPull, action.pull.sync_id);
-  message.target = action.pull.chunk;
-  message.run = action.pull.run;
-  message.attempt = action.pull.attempt;
-  message.seq = action.pull.seq;
-  message.lane_kind = static_cast<std::uint16_t>(action.pull.lane);
+  HotHeader message = header_of(HotType::kPull, action.pull);
+  message.token = token_;
+  message.incarnation = incarnation_;
   log_.pull_sent(action.pull.chunk, action.pull.run, action.producer, progress_.clock().now_ns());
   const EndpointId endpoint = endpoint_of(action.producer);
   const Status status = progress_.transport().send(endpoint, message, nullptr, 0);

@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
+#include "hot/pulls.h"
 #include "tensor/checksum.h"
 #include "tensor/copy_sum.h"
 #include "tensor/shape.h"
@@ -240,8 +241,7 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
   }
   const std::uint32_t consumer = header.consumer;
   if (header.type == HotType::kPull) {
-    const PullId pull{header.sync_id, consumer,   header.target, header.run, header.attempt,
-                      header.seq,     static_cast<LaneKind>(header.lane_kind)};
+    const PullId pull = pull_of(header);
     log_.pulled(pull.sync_id, consumer, pull.chunk, pull.run, progress_.clock().now_ns());
     drive(
         [&](std::int64_t now, ProducerActions& out) { machine_->pull(now, header.incarnation, pull, out); });
@@ -448,17 +448,9 @@ void ProducerServer::perform(producer_action::Sum& action) {
 
 void ProducerServer::reply(HotType type, Incarnation to, const PullId& pull,
                            const std::vector<std::byte>& payload) {
-  HotHeader header;
-  header.type = type;
+  HotHeader header = header_of(type, pull);
   header.token = token_;
   header.incarnation = incarnation_;
-  header.sync_id = pull.sync_id;
-  header.consumer = pull.consumer;
-  header.target = pull.chunk;
-  header.run = pull.run;
-  header.attempt = pull.attempt;
-  header.seq = pull.seq;
-  header.lane_kind = static_cast<std::uint16_t>(pull.lane);
   const EndpointId endpoint = endpoint_of(pull.consumer, to);
   if (endpoint == 0) return;  // it is gone; the control channel reports it
   log_.answered(pull.sync_id, pull.consumer, pull.chunk, pull.run, progress_.clock().now_ns());

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "hot/pulls.h"
 #include "tensor/checksum.h"
 #include "transport/hot_wire.h"
 
@@ -441,15 +442,7 @@ void SimTrainer::reply(HotType type, Incarnation to, const PullId& pull,
                        const std::vector<std::byte>& payload) {
   const EndpointId endpoint = endpoint_of(pull.consumer, to);
   if (endpoint == 0) return;
-  HotHeader header;
-  header.type = type;
-  header.sync_id = pull.sync_id;
-  header.consumer = pull.consumer;
-  header.target = pull.chunk;
-  header.run = pull.run;
-  header.attempt = pull.attempt;
-  header.seq = pull.seq;
-  header.lane_kind = static_cast<std::uint16_t>(pull.lane);
+  const HotHeader header = header_of(type, pull);
   (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
   send_again(endpoint, header, payload);
 }
@@ -536,13 +529,7 @@ void SimTrainer::on_message(EndpointId endpoint, const HotHeader& header, const 
   }
   const std::uint64_t drops_before = producer_->drops().stale_incarnation;
   if (header.type == HotType::kPull) {
-    const PullId pull{header.sync_id,
-                      header.consumer,
-                      header.target,
-                      header.run,
-                      header.attempt,
-                      header.seq,
-                      static_cast<LaneKind>(header.lane_kind)};
+    const PullId pull = pull_of(header);
     world_.trace("pull", rank_, pull.consumer, pull.chunk);
     produce(
         [&](std::int64_t now, ProducerActions& out) { producer_->pull(now, header.incarnation, pull, out); });

@@ -1,7 +1,9 @@
 #include "sim/sim_worker.h"
 
 #include <algorithm>
+#include <utility>
 
+#include "hot/pulls.h"
 #include "plan/integrity.h"
 #include "protocol/key_sums.h"
 #include "transport/hot_wire.h"
@@ -149,15 +151,7 @@ void SimWorker::send(const Member& to, ControlBody body) {
 void SimWorker::perform(const consumer_action::SendPull& action) {
   ++pulls_;
   world_.trace("send_pull", consumer_, action.producer, action.pull.chunk);
-  HotHeader header;
-  header.type = HotType::kPull;
-  header.sync_id = action.pull.sync_id;
-  header.consumer = action.pull.consumer;
-  header.target = action.pull.chunk;
-  header.run = action.pull.run;
-  header.attempt = action.pull.attempt;
-  header.seq = action.pull.seq;
-  header.lane_kind = static_cast<std::uint16_t>(action.pull.lane);
+  const HotHeader header = header_of(HotType::kPull, action.pull);
   const EndpointId endpoint = endpoint_to(action.producer);
   const Status status = transport_->send(endpoint, header, nullptr, 0);
   world_.maybe_again([this, endpoint, header] {
@@ -540,22 +534,13 @@ void SimWorker::on_closed(EndpointId endpoint, const Status& why) {
 
 void SimWorker::on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) {
   const std::uint32_t producer = producer_of_.at(endpoint);
-  const PullId pull{header.sync_id,
-                    header.consumer,
-                    header.target,
-                    header.run,
-                    header.attempt,
-                    header.seq,
-                    static_cast<LaneKind>(header.lane_kind)};
+  const PullId pull = pull_of(header);
   if (header.type == HotType::kReady) {
-    const auto decoded = decode_ready(payload, header.length);
+    auto decoded = decode_ready(payload, header.length);
     if (!decoded.ok()) return world_.broken("{}", decoded.status().to_string());
-    ReadyInfo ready;
     const auto chunk = chunks_.find(pull.chunk);
-    ready.path = chunk != chunks_.end() ? chunk->second->path : Path::kPacked;
-    ready.sums = decoded->sums;
-    for (const ReadyEntry& entry : decoded->entries) ready.entries.push_back({entry.where, entry.stride});
-    if (ready.path == Path::kPacked && !ready.entries.empty()) ready.bytes = ready.entries[0].where.bytes;
+    ReadyInfo ready =
+        ready_info(std::move(*decoded), chunk != chunks_.end() ? chunk->second->path : Path::kPacked);
     drive([&](std::int64_t now, ConsumerActions& out) {
       machine_.ready(now, producer, pull, std::move(ready), out);
     });

@@ -29,6 +29,7 @@ MAY_INCLUDE = {
     "control": ["base", "plan"],
     "control/grpc": ["control"],
     "control/sim": ["control"],
+    "hot": ["protocol", "transport"],
     "observe": ["base"],
     "runtime": [
         "model",
@@ -44,9 +45,10 @@ MAY_INCLUDE = {
         "control",
         "control/grpc",
         "control/sim",
+        "hot",
         "observe",
     ],
-    "sim": ["protocol", "transport/sim", "control/sim", "observe"],
+    "sim": ["protocol", "hot", "transport/sim", "control/sim", "observe"],
     "cli": ["runtime", "sim"],
 }
 
