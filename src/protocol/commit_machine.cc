@@ -162,6 +162,10 @@ Status CommitMachine::finish(std::uint64_t sync_id, CommitActions& out) {
   return wrong_state(fmt::format("{}: finish of sync {} before it was prepared", s.me(), sync_id));
 }
 
+bool CommitMachine::heeds_failure(std::uint64_t sync_id) const {
+  return sync_id != state_->sync_id || state_->stage != State::Stage::kDeciding;
+}
+
 void CommitMachine::sender_lost(std::int64_t now_ns, const Status& why, CommitActions& out) {
   State& s = *state_;
   if (s.stage == State::Stage::kUpdating) s.abort(why, out);

@@ -224,6 +224,27 @@ TEST(Commit, AQuestionOfALaterRoundWaitsForIt) {
 }
 
 // A failure found here while mates are being asked does not decide for them.
+// Of three mates one has lost the sender and asks; worker 0, which still hears it, is told that the sync failed
+// for the loss, then that worker 2 has committed.
+TEST(Commit, AFailureFromTheSenderIsNotHeededWhileMatesDecide) {
+  Bench b({1, 2});
+  b.prepare(1);
+  EXPECT_TRUE(b.machine.heeds_failure(1));
+  b.machine.asked(0, 1, 1, 1, CommitWord::kUndecided, b.out);
+  EXPECT_FALSE(b.machine.heeds_failure(1));
+  EXPECT_TRUE(b.machine.heeds_failure(2)) << "another sync";
+  b.machine.answered(0, 2, 1, 1, CommitWord::kCommitted, b.out);
+  EXPECT_EQ(b.all<Commit>().size(), 1u);
+  EXPECT_TRUE(b.machine.heeds_failure(1)) << "a commit is not undone by it";
+
+  Bench aborted({1, 2});
+  aborted.prepare(1);
+  aborted.machine.asked(0, 1, 1, 1, CommitWord::kUndecided, aborted.out);
+  aborted.machine.answered(0, 2, 1, 1, CommitWord::kAborted, aborted.out);
+  EXPECT_EQ(aborted.all<Abort>().size(), 1u) << "the sync ends by what they decide";
+  EXPECT_TRUE(aborted.machine.heeds_failure(1));
+}
+
 TEST(Commit, AFailureWhileDecidingChangesNothing) {
   Bench b;
   b.prepare(1);

@@ -47,6 +47,7 @@ class ReplicaLink {
   Status start(std::uint64_t sync_id) { return machine_.start(sync_id); }
   void update_done(std::uint64_t sync_id, const Status& status) { machine_.update_done(sync_id, status); }
   Status finish(std::uint64_t sync_id);
+  bool heeds_failure(std::uint64_t sync_id) const { return machine_.heeds_failure(sync_id); }
   void sender_lost(const Status& why);
   bool deciding() const { return machine_.deciding(); }
   void tick();

@@ -565,10 +565,7 @@ void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitReques
 }
 
 void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
-  if (done.status.ok()) {
-    ready_workers.insert(consumer);
-    messages.forget_errors_of(to_string(Member{Role::kWorker, consumer}));
-  }
+  if (done.status.ok()) ready_workers.insert(consumer);
   {
     MutexLock lock(mutex);
     workers_done[consumer] = done;
@@ -824,6 +821,8 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
       if (trace) trace->begin(report.sync_id);
       report.version = version;
       sync_names = names;
+      for (const std::uint32_t consumer : live)
+        messages.forget_errors_of(to_string(Member{Role::kWorker, consumer}));
       drive_sender([&](std::int64_t now, SenderActions& out) {
         status = sync->begin(now, report.sync_id, live, out);
       });

@@ -548,7 +548,7 @@ void Worker::Impl::on_control(const Member& from, Incarnation life, ControlBody 
                   {.consumer = options.consumer, .bytes_kept = plan->bytes_kept});
       deferred.reset();
       send(kSender, Prepared{.sync_id = message->sync_id, .status = message->status});
-    } else {
+    } else if (replica->heeds_failure(message->sync_id)) {
       engine->fail(message->sync_id, message->status);
     }
   } else if (auto* message = std::get_if<FreeAck>(&body)) {

@@ -13,6 +13,7 @@
 // mirrors src/protocol/trainer_machine.cc: update_started prepared finished rank_ended consumer_lost
 // mirrors src/protocol/trainer_machine.cc: Finish FailConsumer StartUpdate Update
 // mirrors src/protocol/commit_machine.cc: update_done finish sender_lost asked answered unreachable decide
+// mirrors src/protocol/commit_machine.cc: heeds_failure
 // mirrors src/protocol/commit_machine.cc: next_round commit abort end dead alive waiting parked round
 // mirrors src/protocol/commit_machine.cc: kNone kUpdating kPrepared kDeciding kCommitted kAborted
 // mirrors src/protocol/commit_machine.h: answer_within_ns kUndecided kCommitted kAborted
@@ -68,9 +69,9 @@
 #define ROUNDS (M - 1)  // as many as there are mates
 #endif
 #ifdef BUG_FAIL_WHILE_DECIDING
-#define HEEDS_FAILURE_WHILE_DECIDING true
+#define heeds_failure true
 #else
-#define HEEDS_FAILURE_WHILE_DECIDING false
+#define heeds_failure false
 #endif
 
 mtype = { idle, starting, updating, finishing, draining };           // Phase
@@ -426,7 +427,7 @@ proctype Consumer(byte c) {
            :: else
            fi
          :: what == fail_consumer && FAILS(c) -> w[c].broken = true; w[c].new_version = false; abort(c);
-         :: what == fail_consumer && w[c].stage == deciding && HEEDS_FAILURE_WHILE_DECIDING -> w[c].broken = true;
+         :: what == fail_consumer && w[c].stage == deciding && heeds_failure -> w[c].broken = true;
          :: else
          fi;
          TIDY;
