@@ -1,5 +1,10 @@
 #include "checkpoint/checkpoint.h"
 
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -79,6 +84,30 @@ TEST_F(CheckpointTest, SingleFileSortedByName) {
   EXPECT_EQ(checkpoint->total_bytes(), 4u);
   EXPECT_THAT(checkpoint->notes(), IsEmpty());
   EXPECT_EQ(checkpoint->read("x", nullptr).code(), StatusCode::kNotFound);
+}
+
+// Goal: the same path with new content is new bytes, in the same process: whether a checkpoint that is open
+// is written to in place or the directory is opened again, and though the files' sizes and times are the
+// same.
+TEST_F(CheckpointTest, case_101_files_rewritten_in_place) {
+  write_shard("model.safetensors", {{"a", "old bytes of a"}, {"b", "old bytes of b"}});
+  const auto path = dir() / "model.safetensors";
+  const auto time = std::filesystem::last_write_time(path);
+  const auto before = Checkpoint::open(dir());
+  ASSERT_TRUE(before.ok()) << before.status().to_string();
+  EXPECT_EQ(content(*before, "b"), "old bytes of b");
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(file), {}};
+  const std::size_t at = text.find("old bytes of b");
+  ASSERT_NE(at, std::string::npos);
+  file.seekp(static_cast<std::streamoff>(at));
+  file << "new" << std::flush;
+  std::filesystem::last_write_time(path, time);
+  EXPECT_EQ(content(*before, "b"), "new bytes of b");
+  const auto after = Checkpoint::open(dir());
+  ASSERT_TRUE(after.ok()) << after.status().to_string();
+  EXPECT_EQ(content(*after, "a"), "old bytes of a");
+  EXPECT_EQ(content(*after, "b"), "new bytes of b");
 }
 
 TEST_F(CheckpointTest, NamesWhatIsNoCheckpoint) {

@@ -151,8 +151,9 @@ Result<FleetPlan> plan_fleet(const ModelInput& model, const FleetPlanOptions& op
       for_each_in_parallel(static_cast<std::uint32_t>(alike.first.size()), [&](std::uint32_t set) -> Status {
         const std::string who = fmt::format("worker {}", alike.first[set]);
         if (!options.recordings.empty()) {
-          SHARDPULL_ASSIGN_OR_RETURN(fleet.recordings[set],
+          SHARDPULL_ASSIGN_OR_RETURN(RecordingFile file,
                                      load_recording(options.recordings[set], model, options.inference, set));
+          fleet.recordings[set] = std::move(file.recording);
           return {};
         }
         auto built = build_model(model.config, options.inference, alike.first[set]);

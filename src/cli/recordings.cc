@@ -48,8 +48,8 @@ Result<std::vector<std::string>> recording_files(const std::vector<std::string>&
   return names;
 }
 
-Result<Recording> load_recording(const std::string& file, const ModelInput& model,
-                                 const InferenceLayout& layout, std::uint32_t worker) {
+Result<RecordingFile> load_recording(const std::string& file, const ModelInput& model,
+                                     const InferenceLayout& layout, std::uint32_t worker) {
   const auto text = read_text_file(file, kMaxFileBytes);
   if (!text.ok()) return text.status().with_context("--recording");
   SHARDPULL_ASSIGN_OR_RETURN(RecordingFile read, read_recording(*text, model.metadata, file));
@@ -67,12 +67,12 @@ Result<Recording> load_recording(const std::string& file, const ModelInput& mode
     return refused(
         fmt::format("{}: the recording of worker {}, given for worker {}", file, header.worker, worker));
   }
-  return std::move(read.recording);
+  return read;
 }
 
 Status save_recording(const std::string& file, const Recording& recording, const ModelInput& model,
                       const InferenceLayout& layout, std::uint32_t worker) {
-  const RecordingHeader header{.engine = "shardpull",
+  const RecordingHeader header{.engine = std::string(kOwnEngine),
                                .architecture = model.config.architecture(),
                                .layout = to_string(replica_of(layout)),
                                .worker = worker};

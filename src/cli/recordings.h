@@ -12,10 +12,13 @@
 #include "cli/layouts.h"
 #include "cli/model_input.h"
 #include "shardpull/bake.h"
+#include "shardpull/recording.h"
 #include "shardpull/status.h"
 
 namespace shardpull::cli {
 
+// Who bakes what this program saves: RecordingHeader::engine.
+inline constexpr std::string_view kOwnEngine = "shardpull";
 // What the id stands for in a file's name.
 inline constexpr std::string_view kWorkerPlace = "{worker}";
 
@@ -26,8 +29,8 @@ Result<std::vector<std::string>> recording_files(const std::vector<std::string>&
 
 // Reads the recording of one worker of a replica. Refused besides what read_recording refuses: one of another
 // architecture, layout or worker.
-Result<Recording> load_recording(const std::string& file, const ModelInput& model,
-                                 const InferenceLayout& layout, std::uint32_t worker);
+Result<RecordingFile> load_recording(const std::string& file, const ModelInput& model,
+                                     const InferenceLayout& layout, std::uint32_t worker);
 
 // Writes it. The file appears under its name only when it is complete.
 Status save_recording(const std::string& file, const Recording& recording, const ModelInput& model,

@@ -90,6 +90,14 @@ class WorkerRun {
                                  : model_of(*recording_, input_->metadata);
   }
 
+  // What the checkpoint is loaded into to be compared with. Of a recording that this program's families made,
+  // their model: a recording that took another worker's slices would agree with itself.
+  Result<std::unique_ptr<Model>> build_reference() const {
+    if (recording_ == nullptr || !baked_here_) return build();
+    auto family = build_model(input_->config, arguments_.fleet.inference, arguments_.id);
+    return family.ok() ? std::move(family) : build();  // nobody needs to know the architecture
+  }
+
   Status read_recording() {
     std::vector<std::string> files = arguments_.recordings;
     if (files.size() != 1 || files.front().find(kWorkerPlace) != std::string::npos) {
@@ -99,9 +107,10 @@ class WorkerRun {
         arguments_.id % (workers(arguments_.fleet.inference) /
                          static_cast<std::uint32_t>(arguments_.fleet.inference.replicas));
     SHARDPULL_ASSIGN_OR_RETURN(
-        Recording recording,
+        RecordingFile file,
         load_recording(files[files.size() == 1 ? 0 : worker], *input_, arguments_.fleet.inference, worker));
-    recording_ = std::make_shared<const Recording>(std::move(recording));
+    baked_here_ = file.header.engine == kOwnEngine;
+    recording_ = std::make_shared<const Recording>(std::move(file.recording));
     return {};
   }
 
@@ -134,7 +143,8 @@ class WorkerRun {
                   .peak_extra_bytes = peak > model_bytes ? peak - model_bytes : 0};
     Status verdict_status;
     if (arguments_.verify) {
-      auto verdict = verify(*input_, [this] { return build(); }, worker_->recording(), versions_, *model_);
+      auto verdict =
+          verify(*input_, [this] { return build_reference(); }, worker_->recording(), versions_, *model_);
       verdict_status = verdict.ok() ? verdict->status : verdict.status().with_context("verifying");
       own.verdict = VerdictReport{.exact = verdict_status.ok(),
                                   .error = verdict_status.message(),
@@ -164,6 +174,7 @@ class WorkerRun {
   MemorySampler memory_;
   const ModelInput* input_ = nullptr;
   std::shared_ptr<const Recording> recording_;  // null: the worker bakes
+  bool baked_here_ = false;
   Model* model_ = nullptr;
   Worker* worker_ = nullptr;
   std::uint32_t syncs_ = 0;

@@ -265,14 +265,58 @@ class RecordingReader {
       return refused(
           fmt::format(
               "{}: made of other tensors than this model's: {} names with digest {}, the model has {} "
-              "with digest {}",
-              origin_, header_.names, in_quotes(header_.digest), metadata_.size(), digest),
+              "with digest {}{}",
+              origin_, header_.names, in_quotes(header_.digest), metadata_.size(), digest, other_name()),
           Reason::kMetadataMismatch, StatusCode::kFailedPrecondition);
     }
     file_.header = {header_.engine, header_.architecture, header_.layout,
                     static_cast<std::uint32_t>(header_.worker)};
     recording().metadata = to_string(metadata_digest(metadata_));
     return {};
+  }
+
+  // Of a file that was made of other names: the first one that the metadata lacks, and the one it has
+  // instead, which is the likest of those that the file lacks. Nothing when only dtypes or shapes differ.
+  std::string other_name() {
+    std::unordered_set<std::string> here, there;
+    for (const TensorMeta& meta : metadata_) here.insert(meta.name);
+    std::string unknown;
+    while (const auto text = next()) {
+      for (const Kind kind : {kScatter, kDead}) {
+        if (!text->starts_with(kTexts[kind].begin)) continue;
+        LineReader line(text->substr(kTexts[kind].begin.size()));
+        std::string name;
+        line.string(name, kMaxNameBytes);
+        if (line.failed()) return {};
+        if (unknown.empty() && !here.contains(name)) unknown = name;
+        there.insert(std::move(name));
+      }
+    }
+    if (unknown.empty()) return {};
+    std::string text = fmt::format("; it has {}, which the model lacks", in_quotes(unknown));
+    const TensorMeta* likest = nullptr;
+    std::size_t most = 0;
+    for (const TensorMeta& meta : metadata_) {
+      if (there.contains(meta.name)) continue;
+      const std::size_t shorter = std::min(meta.name.size(), unknown.size());
+      const auto front = static_cast<std::size_t>(
+          std::mismatch(meta.name.begin(), meta.name.begin() + static_cast<std::ptrdiff_t>(shorter),
+                        unknown.begin())
+              .first -
+          meta.name.begin());
+      const auto back = static_cast<std::size_t>(
+          std::mismatch(meta.name.rbegin(), meta.name.rbegin() + static_cast<std::ptrdiff_t>(shorter - front),
+                        unknown.rbegin())
+              .first -
+          meta.name.rbegin());
+      if (front + back > most) {
+        most = front + back;
+        likest = &meta;
+      }
+    }
+    if (likest != nullptr)
+      text += fmt::format("; the model has {}, which the file lacks", in_quotes(likest->name));
+    return text;
   }
 
   Status read_lines() {

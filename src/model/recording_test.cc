@@ -245,6 +245,22 @@ TEST(RecordingFile, IsReadAgainstAnotherOrderOfTheNames) {
   EXPECT_NE(file.recording.metadata, sample_recording().metadata);
 }
 
+// Goal: a module that one side has renamed since the recording was made is named, with what it is called now.
+TEST(RecordingFile, case_051_a_renamed_module) {
+  std::vector<TensorMeta> renamed = SampleModel::tensors();
+  for (TensorMeta& meta : renamed) {
+    if (meta.name == "a.k") meta.name = "mtp_model_layer.k";
+  }
+  EXPECT_TRUE(fails_with(read_recording(sample_text(), renamed, "r.jsonl"),
+                         {"other tensors than this model's", R"(it has "a.k", which the model lacks)",
+                          R"(the model has "mtp_model_layer.k", which the file lacks)"}));
+  std::vector<TensorMeta> reshaped = SampleModel::tensors();
+  std::swap(reshaped[0].shape[0], reshaped[0].shape[1]);
+  const auto refused = read_recording(sample_text(), reshaped, "r.jsonl");
+  EXPECT_EQ(refused.status().message().find("lacks"), std::string::npos) << refused.status().to_string();
+  EXPECT_TRUE(fails_with(read_recording(sample_text(), {}, "r.jsonl"), {"which the model lacks"}));
+}
+
 // Goal: a recording that cannot be replayed, or is of another model, is not written.
 TEST(RecordingFile, RefusesToWriteWhatNobodyCouldRead) {
   Recording recording = sample_recording();

@@ -10,6 +10,7 @@
 #include "base/encoder.h"
 #include "base/fault_hooks.h"
 #include "base/log.h"
+#include "base/mapped_ranges.h"
 #include "base/status_macros.h"
 #include "hot/pulls.h"
 #include "plan/integrity.h"
@@ -612,13 +613,23 @@ std::byte* ConsumerEngine::landing(std::uint32_t parameter) const {
 }
 
 Status ConsumerEngine::check_memory(const PreparedPlan& plan) const {
+  const auto mapped = MappedRanges::read();
   for (std::uint32_t p = 0; p < parameters_.size(); ++p) {
-    if (parameters_[p]->memory() != nullptr ||
-        !std::binary_search(plan.modules.begin(), plan.modules.end(), recording_.parameters[p].module))
+    const Parameter& parameter = *parameters_[p];
+    if (!std::binary_search(plan.modules.begin(), plan.modules.end(), recording_.parameters[p].module))
       continue;
-    return Status(StatusCode::kFailedPrecondition,
-                  fmt::format("parameter {} has no memory any more", parameters_[p]->full_name()),
-                  {.reason = Reason::kWrongState, .tensor = parameters_[p]->full_name()});
+    const auto refused = [&](std::string_view what) {
+      return Status(StatusCode::kFailedPrecondition,
+                    fmt::format("parameter {} {}", parameter.full_name(), what),
+                    {.reason = Reason::kWrongState, .tensor = parameter.full_name()});
+    };
+    if (parameter.memory() == nullptr) return refused("has no memory any more");
+    if (mapped && !mapped->writable(parameter.memory(), parameter.storage_bytes())) {
+      return refused(
+          fmt::format("has {} bytes at {} that are not mapped any more, or may only be read: bind it "
+                      "to the memory that it has now",
+                      parameter.storage_bytes(), static_cast<const void*>(parameter.memory())));
+    }
   }
   return {};
 }

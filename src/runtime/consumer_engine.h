@@ -231,7 +231,7 @@ class ConsumerEngine {
   void run_fills(const PreparedChunk& chunk) const;
   // Where what is sent for a parameter lands, its first element: in the parameter or in the stage.
   std::byte* landing(std::uint32_t parameter) const;
-  // An error names the first parameter of the plan's modules that has no memory any more.
+  // An error names the first parameter of the plan's modules whose memory has gone or cannot be written.
   Status check_memory(const PreparedPlan& plan) const;
   // Moves `actions_` through perform() until no event handler appended more.
   template <typename Event>

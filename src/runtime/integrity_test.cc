@@ -1,5 +1,8 @@
 // Sums of keys from end to end: whole fleets under every setting, and a producer and a worker over a transport
 // that damages what it brings. docs/PROTOCOL.md, "Integrity".
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <map>
 #include <memory>
@@ -110,7 +113,7 @@ FleetSpec hasty_source(Integrity integrity) {
   return spec;
 }
 
-TEST(IntegrityFleets, FullFindsASourceThatWritesWhatItYielded) {
+TEST(IntegrityFleets, case_088_full_finds_a_source_that_writes_what_it_yielded) {
   FleetSpec spec = hasty_source(Integrity::kFull);
   spec.steps = {{.version = 0}, {.version = 1, .names = {}, .fails = true}, {.version = 2}};
   const FleetOutcome outcome = expect_exact(spec);
@@ -492,6 +495,38 @@ TEST(IntegrityOverATransport, AParameterWithoutMemoryIsRefused) {
     ASSERT_TRUE(pair.parameter(3).bind(memory.data(), memory.size()).ok());
     ASSERT_EQ(pair.sync(3), Status());
     EXPECT_EQ(pair.difference(3), "");
+  }
+}
+
+// Goal: memory that its owner has taken away, or made read-only, since the parameter was bound to it is
+// refused before a byte is written; bound again it takes the next sync.
+TEST(IntegrityOverATransport, case_102_memory_that_has_gone_since_the_bake) {
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  for (const Apply apply : {Apply::kInplace, Apply::kStaged}) {
+    for (const bool unmapped : {true, false}) {
+      SCOPED_TRACE(std::string(to_string(apply)) + (unmapped ? " unmapped" : " read-only"));
+      Pair pair(TransportKind::kTcp, Integrity::kWire, PathPolicy::kPacked, apply);
+      const std::uint64_t bytes = pair.parameter(3).storage_bytes();
+      const std::size_t mapped = (bytes + page - 1) / page * page;
+      auto* const memory = static_cast<std::byte*>(
+          ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+      ASSERT_NE(memory, MAP_FAILED);
+      ASSERT_TRUE(pair.parameter(3).bind(memory, bytes).ok());
+      ASSERT_EQ(pair.sync(1), Status());
+      EXPECT_EQ(pair.difference(1), "");
+      if (unmapped) {
+        ASSERT_EQ(::munmap(memory, mapped), 0);
+      } else {
+        ASSERT_EQ(::mprotect(memory, mapped, PROT_READ), 0);
+      }
+      EXPECT_THAT(pair.sync(2).message(),
+                  HasSubstr("layers.1.w.weight has " + std::to_string(bytes) + " bytes at"));
+      std::vector<std::byte> other(bytes);
+      ASSERT_TRUE(pair.parameter(3).bind(other.data(), other.size()).ok());
+      ASSERT_EQ(pair.sync(3), Status());
+      EXPECT_EQ(pair.difference(3), "");
+      if (!unmapped) ::munmap(memory, mapped);
+    }
   }
 }
 

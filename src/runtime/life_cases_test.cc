@@ -3,10 +3,12 @@
 //
 // case_050 (two publishers of one name with different bytes) needs checksums of what interchangeable owners
 // hold, which nothing here computes: consumers take each byte from one of them.
-#include <gtest/gtest.h>
-
+#include <atomic>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include <gtest/gtest.h>
 
 #include "runtime/fleet_testing.h"
 
@@ -58,6 +60,54 @@ TEST(LifeCases, case_052_a_draft_beside_its_target) {
       spec.steps = {{1}, {2}, {3}};
       expect_exact(spec);
     }
+  }
+}
+
+// Goal: a producer that fails to publish a group after the sync was announced leaves no worker that claims
+// the version, though earlier groups have landed (run_fleet compares the version of every module).
+TEST(LifeCases, case_093_a_group_that_was_never_published) {
+  std::vector<TensorMeta> metadata;
+  for (int layer = 0; layer < 6; ++layer)
+    metadata.push_back({"layers." + std::to_string(layer) + ".weight", DType::kBF16, {8, 8}});
+  for (const PathChoice path : {PathChoice::kMapped, PathChoice::kPacked}) {
+    FleetSpec spec = fleet_of(metadata);
+    spec.worker_options = [path](std::uint32_t, WorkerOptions& options) { options.path = path; };
+    spec.steps = {{4}, {5, {}, true}, {6}};
+    spec.tamper = [](std::uint32_t rank, std::uint64_t version, GroupTensors& tensors) -> Status {
+      if (rank == 1 && version == 5 && tensors.group == 3)
+        return Status(StatusCode::kInternal, "the gather broke");
+      return {};
+    };
+    const auto outcome = expect_exact(spec);
+    for (const auto& worker : outcome.syncs)
+      EXPECT_NE(worker[1].message().find("the gather broke"), std::string::npos) << worker[1].to_string();
+  }
+}
+
+// Goal: sources and engines that meet in any order are connected within the bound; nobody waits for a turn.
+TEST(LifeCases, case_094_connections_in_every_order) {
+  for (int run = 0; run < 20; ++run) {
+    FleetSpec spec = fleet_of({{"model.embed.weight", DType::kBF16, {12, 8}}});
+    spec.steps = {{1}};
+    // In every second fleet the other side waits for the first to be on its way.
+    std::atomic<bool> one_side{false};
+    const auto meet = [&one_side, run](bool first) {
+      if (first == (run % 2 == 0)) {
+        one_side = true;
+        one_side.notify_all();
+      } else {
+        one_side.wait(false);
+      }
+    };
+    spec.trainer_options = [&](std::uint32_t, TrainerOptions& options) {
+      meet(true);
+      options.fleet.connect_timeout_ms = 5'000;
+    };
+    spec.worker_options = [&](std::uint32_t, WorkerOptions& options) {
+      meet(false);
+      options.fleet.connect_timeout_ms = 5'000;
+    };
+    expect_exact(spec);
   }
 }
 

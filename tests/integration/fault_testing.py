@@ -158,9 +158,9 @@ class FaultTest(FleetTest):
         self.addCleanup(self.shut)
 
     def launch(self, syncs, *flags, trainer="pp=2", inference="replicas=4", ranks=2, workers=4, on_loss="continue", faults=None,
-               rendezvous=None, via=None, connect_timeout=30):
+               rendezvous=None, via=None, connect_timeout=30, more=lambda: None):
         """Starts a fleet; its sender waits before each sync. `faults`: by process name, SHARDPULL_FAULT. `via`: by worker number,
-        another rendezvous."""
+        another rendezvous. `more` starts what else there is before anybody has joined."""
         self.shut()
         self.fleet = self.directory / f"fleet{time.monotonic_ns()}"
         self.fleet.mkdir(mode=0o700)
@@ -175,6 +175,7 @@ class FaultTest(FleetTest):
             self.run_process(f"trainer {rank}", "trainer", "--rank", rank, "--syncs", syncs, "--on-consumer-loss", on_loss, *self.meeting(rendezvous))
         for number in range(workers):
             self.start_worker(number)
+        more()
         for _ in range(workers):
             self.announced("sender.joined").go()
 
@@ -191,11 +192,12 @@ class FaultTest(FleetTest):
         self.processes[name] = Process(name, self.start(*words, *self.layout, environment=environment))
         return self.processes[name]
 
-    def start_worker(self, number, fault=None):
-        """Starts worker `number`, again if it ran before; it is in the fleet once sender.joined was announced."""
+    def start_worker(self, number, fault=None, name=None):
+        """Starts worker `number`, again if it ran before; it is in the fleet once sender.joined was announced. `name`: what it is
+        called here, if not by its number."""
         if fault is not None:
             self.faults[f"worker {number}"] = fault
-        return self.run_process(f"worker {number}", "worker", "--id", number, *self.meeting(self.via.get(number, self.rendezvous)))
+        return self.run_process(name or f"worker {number}", "worker", "--id", number, *self.meeting(self.via.get(number, self.rendezvous)))
 
     def restart_worker(self, number, fault=""):
         started = time.monotonic()

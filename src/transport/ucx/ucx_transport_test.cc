@@ -215,7 +215,7 @@ void notice_a_killed_peer(std::uint32_t its_workers, std::uint32_t our_workers) 
   side.transport.reset();
   EXPECT_EQ(printed.take(), "");
 }
-TEST_F(UcxTransportTest, NoticesAKilledPeerAndReachesItsSuccessor) {
+TEST_F(UcxTransportTest, Case129NoticesAKilledPeerAndReachesItsSuccessor) {
   notice_a_killed_peer(1, 1);
 }
 // Every worker ends. The smaller number of the two counts.
