@@ -571,7 +571,9 @@ struct ConsumerMachine::State {
   void end_failed(ConsumerActions& out) {
     state = WorkerState::kFailed;
     // What was asked for and not signalled: a late Ready for it will be dropped, so it is not read any more.
+    // And the signals that the failure found on their way.
     std::map<std::uint32_t, std::set<std::uint32_t>> given_up;
+    for (const auto& [producer, groups] : outgoing) given_up[producer].insert(groups.begin(), groups.end());
     for (std::uint32_t c = 0; c < next; ++c) {
       const auto left = blockers_left.find(plan().chunks[c].group);
       if (left != blockers_left.end() && left->second == 0) continue;
@@ -584,6 +586,7 @@ struct ConsumerMachine::State {
       }
     }
     for (const auto& [producer, groups] : given_up) {
+      for (const std::uint32_t group : groups) unconfirmed.emplace(producer, group);
       out.push_back(SendSignals{producer, sync_id, {groups.begin(), groups.end()}});
     }
     for (ModuleState& module : modules) {
@@ -593,7 +596,6 @@ struct ConsumerMachine::State {
     startable.clear();
     posts_due.clear();
     outgoing.clear();
-    unconfirmed.clear();
   }
 
   // Keeps the first error. `ours`: found here, so that the sender is to hear of it.
@@ -915,11 +917,9 @@ void ConsumerMachine::producer_lost(std::int64_t now_ns, std::uint32_t producer,
   Away& away = s.away[producer];
   if (away.lost) return;
   away = {true, why};
-  if (s.state == WorkerState::kUpdating) {
-    s.last_progress_ns = now_ns;
-    s.outgoing.erase(producer);
-    std::erase_if(s.unconfirmed, [&](const auto& signal) { return signal.first == producer; });
-  }
+  if (s.state == WorkerState::kUpdating) s.last_progress_ns = now_ns;
+  s.outgoing.erase(producer);
+  std::erase_if(s.unconfirmed, [&](const auto& signal) { return signal.first == producer; });
   if (!known) s.take_over_from(producer, out);
   s.advance(out);
 }
@@ -928,14 +928,16 @@ void ConsumerMachine::producer_unreachable(std::int64_t now_ns, std::uint32_t pr
                                            ConsumerActions& out) {
   State& s = *state_;
   if (!s.away.try_emplace(producer, Away{false, why}).second) return;
-  if (s.working()) {
-    s.last_progress_ns = now_ns;
-    std::vector<std::uint32_t> again;
-    for (auto it = s.unconfirmed.lower_bound({producer, 0});
-         it != s.unconfirmed.end() && it->first == producer; ++it) {
-      again.push_back(it->second);
-    }
-    if (!again.empty()) s.outgoing[producer] = std::move(again);
+  if (s.working()) s.last_progress_ns = now_ns;
+  std::vector<std::uint32_t> again;
+  for (auto it = s.unconfirmed.lower_bound({producer, 0});
+       it != s.unconfirmed.end() && it->first == producer; ++it) {
+    again.push_back(it->second);
+  }
+  if (s.state == WorkerState::kFailed) {
+    if (!again.empty()) out.push_back(SendSignals{producer, s.sync_id, std::move(again)});
+  } else if (!again.empty()) {
+    s.outgoing[producer] = std::move(again);  // sent now, or, while an error drains, at its end
   }
   s.take_over_from(producer, out);
   s.advance(out);

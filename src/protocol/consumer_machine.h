@@ -104,9 +104,10 @@ struct StartPost {
 // Staged: copy everything that this sync's plan has landed beside the parameters into them. Answer with
 // commit_done().
 struct StartCommit {};
-// Tell the producer that these groups will not be read any more. Confirmed by signals_acked(); resent never
-// (the channel is reliable while the peer lives). Also sent, of what had been asked for, when a failed sync
-// has drained here; nobody waits for those confirmations.
+// Tell the producer that these groups will not be read any more. Confirmed by signals_acked(); sent again
+// only after producer_unreachable(): a channel is reliable until it breaks. Where a send fails, call that.
+// Also sent, of what had been asked for, when a failed sync has drained here; no worker waits for those
+// confirmations, but the producer keeps what may be read for a while.
 struct SendSignals {
   std::uint32_t producer = 0;
   std::uint64_t sync_id = 0;

@@ -14,6 +14,8 @@ using protocol_testing::ProducerBench;
 using protocol_testing::TinyOptions;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::UnorderedElementsAreArray;
 
 const Status kGone(StatusCode::kUnavailable, "the process is gone", {.reason = Reason::kPeerLost});
 const Status kReadFailed(StatusCode::kUnavailable, "the connection broke", {.reason = Reason::kPeerLost});
@@ -220,6 +222,43 @@ TEST(Takeover, SignalsToAProducerThatIsOnlyUnreachableAreSentAgain) {
   EXPECT_EQ(b.count<UpdateDone>(), 0u) << "the other one's confirmation is due";
   b.machine.signals_acked(0, 1 - broken, 1, {0}, b.out);
   EXPECT_TRUE(b.update_result().ok());
+}
+
+// Nobody but the producer waits for the signals of a failed sync: for as long as memory may still be read.
+TEST(Takeover, SignalsOfAFailedSyncAreSentAgainWhereTheConnectionBreaks) {
+  for (const bool drained : {false, true}) {
+    SCOPED_TRACE(drained ? "after it has drained" : "while it drains");
+    Consumer b({.groups = 3, .producers = 2, .ring_depth = 2, .path = Path::kMapped});
+    b.start(1, 10);
+    b.ready(0);
+    b.scattered(0);  // group 0 is signalled to both
+    b.ready(1);      // copies on
+    b.machine.fail(0, 1, kReadFailed, b.out);
+    b.machine.signals_acked(0, 1, 1, {0}, b.out);
+    b.posted(0);
+    if (drained) {
+      b.scattered(1);
+      EXPECT_EQ(b.count<UpdateDone>(), 1u);
+      b.machine.signals_acked(0, 1, 1, {1}, b.out);
+    }
+    b.take();
+    b.machine.producer_unreachable(0, 0, kReadFailed, b.out);
+    b.machine.producer_unreachable(0, 1, kReadFailed, b.out);
+    if (!drained) {
+      EXPECT_THAT(b.signalled(), IsEmpty()) << "group 1 is being read";
+      b.scattered(1);
+      EXPECT_EQ(b.count<UpdateDone>(), 1u);
+    }
+    // Rank 1 has confirmed group 0, and, drained, the group that was given up as it was read.
+    std::set<std::pair<std::uint32_t, std::uint32_t>> due{{0, 0}, {b.primary(1), 1}, {b.primary(2), 2}};
+    if (drained) due.erase({1, 1});
+    EXPECT_THAT(b.signalled(), UnorderedElementsAreArray(due));
+    b.take();
+    b.machine.producer_lost(0, 0, kReadFailed, b.out);
+    b.machine.producer_lost(0, 1, kReadFailed, b.out);
+    EXPECT_THAT(b.signalled(), IsEmpty());
+    b.start(2, 20);
+  }
 }
 
 TEST(Takeover, AProducerThatIsReachableAgainServesTheNextSyncAsPlanned) {

@@ -558,12 +558,14 @@ void ConsumerEngine::perform(const consumer_action::SendPull& action) {
   const EndpointId endpoint = endpoint_of(action.producer);
   const Status status = progress_.transport().send(endpoint, message, nullptr, 0);
   fault_point("worker.pulled", action.pull.sync_id);
-  if (status.ok()) return;
-  // Posted: the machine is in the middle of the event that asked for this pull.
-  progress_.post([this, endpoint, status] {
+  if (!status.ok()) give_up(endpoint, status);
+}
+
+void ConsumerEngine::give_up(EndpointId endpoint, const Status& why) {
+  progress_.post([this, endpoint, why] {
     if (!endpoints_.contains(endpoint)) return;
     progress_.transport().close(endpoint);
-    on_closed(endpoint, status);
+    on_closed(endpoint, why);
   });
 }
 
@@ -1067,10 +1069,9 @@ void ConsumerEngine::perform(const consumer_action::SendSignals& action) {
     return;
   }
   const std::vector<std::byte> payload = encode(std::vector<FreeEntry>{{plan_->consumer, action.groups}});
-  // A send that fails is followed by on_closed: the producer is lost.
-  progress_.transport()
-      .send(endpoint, header(HotType::kFree, action.sync_id), payload.data(), payload.size())
-      .ignore();
+  const Status status = progress_.transport().send(endpoint, header(HotType::kFree, action.sync_id),
+                                                   payload.data(), payload.size());
+  if (!status.ok()) give_up(endpoint, status);  // and the signals go by control
 }
 
 void ConsumerEngine::perform(const consumer_action::UpdateDone& action) {

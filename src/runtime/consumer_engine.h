@@ -225,6 +225,9 @@ class ConsumerEngine {
   // Of the running sync's plan; null when that leaves it out.
   const Chunk* chunk_of(std::uint32_t chunk_id) const;
   EndpointId endpoint_of(std::uint32_t producer) const;
+  // A message could not be sent there: ends the endpoint as if it had broken. Posted: the machine is in the
+  // middle of the event that asked for the message.
+  void give_up(EndpointId endpoint, const Status& why);
   // Opens an endpoint and says hello.
   Status connect_to(std::uint32_t producer, std::int64_t timeout_ns);
   HotHeader header(HotType type, std::uint64_t sync_id) const;

@@ -134,6 +134,7 @@ TEST(IntegrityFleets, WithoutFullSuchASourceGoesUnnoticed) {
 struct Damage {
   std::atomic<int> countdown{0};    // of reads and mappings until the one to damage; 0: none
   std::atomic<bool> hollow{false};  // reads end well and bring nothing
+  std::atomic<bool> mute{false};    // no free signal can be sent
 };
 
 // Hands everything on, and flips one bit of one read, or of a copy of one mapped window, or takes back what
@@ -152,6 +153,8 @@ class Damaging final : public Transport {
     return inner_->connect(address, timeout_ns);
   }
   Status send(EndpointId endpoint, HotHeader header, const std::byte* payload, std::size_t length) override {
+    if (damage_.mute && header.type == HotType::kFree)
+      return Status(StatusCode::kUnavailable, "the endpoint is gone", {.reason = Reason::kPeerLost});
     return inner_->send(endpoint, header, payload, length);
   }
   Status grant(EndpointId endpoint, const std::shared_ptr<ExportedMemory>& memory) override {
@@ -236,6 +239,10 @@ class Awaited {
     value_ = std::move(value);
     wake_.notify_all();
   }
+  void forget() {
+    MutexLock lock(mutex_);
+    value_.reset();
+  }
   T take() {
     MutexLock lock(mutex_);
     for (int waits = 0; !value_ && waits < 30; ++waits) wake_.wait_for_ns(mutex_, kNanosPerSecond);
@@ -282,15 +289,20 @@ class Pair {
     server_ = std::make_unique<ProducerServer>(
         *trainer_, 0, kToken, 1,
         ProducerHooks{.reserve_reply = [this](std::uint32_t, LaneKind, const Status& status) { reserved_.put(status); },
-                      .ack_by_control = [](std::uint32_t, std::uint64_t, const std::vector<std::uint32_t>&) {},
+                      .ack_by_control =
+                          [this](std::uint32_t, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
+                            worker_->post([this, sync_id, groups] { engine_->signals_acked(0, sync_id, groups); });
+                          },
                       .group_freed = [](std::uint32_t) {},
                       .sync_ended = [] {},
                       .sync_failed = [](std::uint64_t, const Status&) {},
-                      .sync_quiet = [] {}});
+                      .sync_quiet = [this] { quiet_.put(true); }});
     engine_ = std::make_unique<ConsumerEngine>(
         *worker_, model_, recording_, tables_, plan_, kToken, 2, kStallNs, kStallNs,
-        ConsumerHooks{.signal_by_control = [](std::uint32_t, std::uint64_t,
-                                              const std::vector<std::uint32_t>&) {},
+        ConsumerHooks{.signal_by_control =
+                          [this](std::uint32_t, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
+                            trainer_->post([this, sync_id, groups] { server_->signal(0, 2, sync_id, groups); });
+                          },
                       .update_done = [this](std::uint64_t, const Status& status) { updated_.put(status); },
                       .finish_done = [this](std::uint64_t, const Status& status) { finished_.put(status); },
                       .report_failure = [](std::uint64_t, const Status&) {}},
@@ -332,6 +344,17 @@ class Pair {
   bool damaged() const { return damage_.countdown == 0; }
   // Whether reads bring anything from now on.
   void hollow(bool hollow) { damage_.hollow = hollow; }
+  // Whether free signals fail to be sent from now on.
+  void mute(bool mute) { damage_.mute = mute; }
+  // What the control channel says of a sync that failed: true once the producer's memory is not read any more.
+  // Its clock never ticks here, so that no time limit makes it so.
+  bool quiet_after(std::uint64_t id, const Status& why) {
+    trainer_->run([&] {
+      quiet_.forget();  // of the sync before, which this one superseded
+      server_->fail(id, why);
+    });
+    return quiet_.take();
+  }
 
   // One sync to its commit, or its error.
   Status sync(std::uint64_t id) {
@@ -417,7 +440,7 @@ class Pair {
   std::shared_ptr<const WorkerPlan> plan_;
   Damage damage_;
   Awaited<Status> reserved_, updated_, finished_;
-  Awaited<bool> connected_;
+  Awaited<bool> connected_, quiet_;
   AtTrainer at_trainer_;
   AtWorker at_worker_;
   std::unique_ptr<ProgressThread> trainer_, worker_;
@@ -562,6 +585,25 @@ TEST(IntegrityOverATransport, case_098_reads_that_bring_nothing) {
     EXPECT_EQ(status.info().reason, Reason::kCorrupt);
     EXPECT_NE(pair.difference(2), "");
     pair.hollow(false);
+    ASSERT_EQ(pair.sync(3), Status());
+    EXPECT_EQ(pair.difference(3), "");
+  }
+}
+
+// Signals that cannot be sent to a producer that lives go by control: it does not wait, until a time limit ends
+// that, for readers that read no more.
+TEST(SignalsOverATransport, GoByControlWhereTheyCannotBeSent) {
+  for (const Way& way : kWays) {
+    SCOPED_TRACE(to_string(way.path));
+    Pair pair(way.transport, way.summed, way.policy);
+    ASSERT_EQ(pair.sync(1), Status());
+    pair.mute(true);
+    pair.damage(1);
+    const Status status = pair.sync(2);
+    ASSERT_FALSE(status.ok()) << "corrupt, or without anybody to ask for the rest";
+    EXPECT_TRUE(pair.quiet_after(2, status));
+    pair.damage(0);
+    pair.mute(false);
     ASSERT_EQ(pair.sync(3), Status());
     EXPECT_EQ(pair.difference(3), "");
   }

@@ -157,11 +157,14 @@ void SimWorker::perform(const consumer_action::SendPull& action) {
   world_.maybe_again([this, endpoint, header] {
     if (!down_) (void)transport_->send(endpoint, header, nullptr, 0).ok();
   });
-  if (status.ok()) return;
-  after(0, [this, endpoint, status] {
+  if (!status.ok()) give_up(endpoint, status);
+}
+
+void SimWorker::give_up(EndpointId endpoint, const Status& why) {
+  after(0, [this, endpoint, why] {
     if (!producer_of_.contains(endpoint)) return;
     transport_->close(endpoint);
-    on_closed(endpoint, status);
+    on_closed(endpoint, why);
   });
 }
 
@@ -475,7 +478,8 @@ void SimWorker::perform(const consumer_action::SendSignals& action) {
   header.sync_id = action.sync_id;
   header.consumer = consumer_;
   const auto payload = encode(std::vector<FreeEntry>{{consumer_, action.groups}});
-  (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
+  const Status status = transport_->send(endpoint, header, payload.data(), payload.size());
+  if (!status.ok()) give_up(endpoint, status);
   world_.maybe_again([this, endpoint, header, payload] {
     if (!down_) (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
   });

@@ -69,6 +69,7 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   void join_later();
   void connect_and_reserve();
   Status connect_to(std::uint32_t producer);
+  void give_up(EndpointId endpoint, const Status& why);
   void announce(std::uint32_t producer, std::uint64_t slot_bytes, const std::vector<PullDescription>& pulls);
   void recovery_reserved(std::uint32_t producer, const Status& status);
   EndpointId endpoint_to(std::uint32_t producer) const;  // 0: it is gone
