@@ -779,6 +779,30 @@ TEST(ConsumerWatchdog, NamesTheSignalsThatAreNotConfirmed) {
           "trainer 0 to confirm the signals of groups 0-1; trainer 1 to confirm the signals of groups 0-1"));
 }
 
+// Goal: slow is not dead: each answer, of whatever kind, is progress.
+TEST(ConsumerWatchdog, EveryAnswerHoldsItOff) {
+  for (const Path path : {Path::kPacked, Path::kMapped, Path::kDirect}) {
+    for (const bool staged : {false, true}) {
+      SCOPED_TRACE(std::string(to_string(path)) + (staged ? " staged" : ""));
+      ConsumerBench b({.groups = 4, .names_per_group = 2, .producers = 2, .path = path}, 0, staged);
+      const std::int64_t step = 300 * kSecond - 1;
+      for (const std::uint64_t sync : {1u, 2u}) {
+        b.now += 1000 * kSecond;
+        b.start(sync, 9 + sync);
+        b.run_to_end(step);
+        EXPECT_EQ(b.count<ReportFailure>(), 0u);
+        ASSERT_EQ(b.update_result(), Status());
+        b.take();
+        b.now += step;
+        ASSERT_EQ(b.machine.finish_update(b.now, sync, b.out), Status());
+        b.run_to_end(step);
+        EXPECT_EQ(b.finish_result(), Status());
+        b.take();
+      }
+    }
+  }
+}
+
 TEST(ConsumerWatchdog, LeavesPullsThatWaitForTheirGroupToTheProducers) {
   ConsumerBench b({.groups = 3});
   b.machine.tick(1000 * kSecond, b.out);

@@ -117,6 +117,42 @@ TEST(ProducerEarly, ASignalOfAnEarlierSyncIsIgnored) {
   EXPECT_EQ(b.machine.drops().stale_sync, 2u);
 }
 
+// Goal: what is dropped on purpose is counted, each kind by itself.
+TEST(ProducerEarly, WhatIsDroppedIsCounted) {
+  ProducerBench b({.groups = 2, .consumers = 2, .replicas = 2});
+  b.reserve_all();
+  const auto signal = [&](std::uint32_t consumer, std::uint64_t sync_id, std::vector<std::uint32_t> groups,
+                          std::uint64_t life = 0) {
+    b.machine.signal(0, life != 0 ? life : ProducerBench::life(consumer), sync_id, consumer, groups, b.out);
+  };
+  const auto pull = [&](std::uint64_t sync_id, std::uint32_t seq) {
+    PullId id = b.pull_id(0, seq);
+    id.sync_id = sync_id;
+    b.machine.pull(0, ProducerBench::life(0), id, b.out);
+  };
+  const DropCounters& drops = b.machine.drops();
+  signal(0, 7, {0, 0, 9});
+  EXPECT_EQ(drops.kept_early, 1u);
+  EXPECT_EQ(drops.duplicate_signals, 1u);
+  EXPECT_EQ(drops.unknown, 1u) << "there is no group 9";
+  signal(0, 6, {0});
+  pull(6, 0);
+  EXPECT_EQ(drops.stale_sync, 2u) << "one for sync 7 is kept";
+  pull(7, 0);
+  EXPECT_EQ(drops.kept_early, 2u);
+  pull(8, 0);
+  EXPECT_EQ(drops.stale_sync, 4u) << "a signal and a pull of sync 7 make room";
+  signal(5, 7, {0});
+  EXPECT_EQ(drops.not_live, 1u) << "there is no worker 5";
+  signal(0, 8, {0}, 999);
+  EXPECT_EQ(drops.stale_incarnation, 1u);
+  b.machine.consumer_up(0, 0, 777, b.out);
+  EXPECT_EQ(drops.stale_incarnation, 2u) << "what its last life had sent early goes with it";
+  b.machine.consumer_lost(0, 0, Status(StatusCode::kUnavailable, "killed"), b.out);
+  b.machine.reserve(0, 0, 777, 64, 2, 2, 1, pulls_digest(b.pulls[0], 2), b.pulls[0], b.out);
+  EXPECT_EQ(drops.stale_incarnation, 3u) << "a life that was declared lost";
+}
+
 // ---- begin_sync ---------------------------------------------------------------------------------
 
 TEST(ProducerBegin, RefusesABadLiveSetAndChangesNothing) {
@@ -1003,10 +1039,10 @@ TEST(ProducerWatchdog, SlowButSteadyProgressNeverTripsIt) {
     wait();
     ASSERT_EQ(b.publish(g), Status());
     for (const std::uint32_t c : {0u, 1u}) {
-      wait();
-      b.pull(c, g);
+      b.pull(c, g);  // asking alone is no progress
       const auto packs = b.all<Pack>();
       b.take();
+      if (!packs.empty()) wait();
       for (const auto& pack : packs) b.machine.pack_done(b.now, pack.ticket, {}, {}, b.out);
       wait();
       b.signal(c, {g});

@@ -291,9 +291,13 @@ void ConsumerBench::ack_all() {
   }
 }
 
-void ConsumerBench::run_to_end() {
+void ConsumerBench::run_to_end(std::int64_t step_ns) {
   for (std::size_t i = 0; i < out.size(); ++i) {
     const ConsumerAction action = out[i];
+    if (step_ns > 0) {
+      now += step_ns;
+      machine.tick(now, out);
+    }
     if (const auto* pull = std::get_if<consumer_action::SendPull>(&action)) {
       answer(*pull);
     } else if (const auto* announce = std::get_if<consumer_action::AnnounceRecovery>(&action)) {

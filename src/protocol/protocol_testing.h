@@ -130,8 +130,9 @@ struct ConsumerBench {
   void posted(std::uint32_t chunk, const Status& status = {});
   void copied(const Status& status = {});  // commit_done
   void ack_all();  // confirms every signal asked for so far
-  // Answers everything asked for, until nothing is left to answer.
-  void run_to_end();
+  // Answers everything asked for, until nothing is left to answer. Before each answer `step_ns` pass, at the
+  // end of which the machine ticks.
+  void run_to_end(std::int64_t step_ns = 0);
 
   ConsumerActions take() { return std::exchange(out, {}); }
   template <typename T>

@@ -332,6 +332,65 @@ TEST(SenderSync, GoesThroughItsStepsInOrder) {
   EXPECT_FALSE(b.machine.running());
 }
 
+// Goal: slow is not dead: each report of any member, and each loss, begins the wait for the next anew.
+TEST(SenderSync, EveryReportHoldsTheTimeoutOff) {
+  SenderBench b(
+      {.world_size = 3, .num_consumers = 4, .workers_per_replica = 1, .step_timeout_ns = 10 * kSecond});
+  const auto wait = [&] {
+    b.now += 10 * kSecond - 1;
+    b.machine.tick(b.now, b.out);
+  };
+  for (const std::uint64_t sync : {1u, 2u}) {
+    b.now += 1000 * kSecond;
+    b.begin(sync, sync == 1 ? std::vector<std::uint32_t>{0, 1, 2, 3} : std::vector<std::uint32_t>{0, 2});
+    b.machine.tick(b.now, b.out);
+    b.now += 5 * kSecond;
+    b.all_began();
+    wait();
+    if (sync == 1) {
+      b.machine.consumer_lost(b.now, 3, kBroken, b.out);
+      wait();
+      b.machine.consumer_lost(b.now, 1, kBroken, b.out);
+      wait();
+    }
+    b.started(0);
+    wait();
+    b.started(2);
+    for (const std::uint32_t rank : {2u, 0u, 1u}) {
+      wait();
+      b.ended(rank);
+    }
+    for (const std::uint32_t c : {2u, 0u}) {
+      wait();
+      b.prepared(c);
+    }
+    for (const std::uint32_t c : {0u, 2u}) {
+      wait();
+      b.finished(c);
+    }
+    EXPECT_EQ(b.done().status, Status());
+    const std::vector<std::uint32_t> lost =
+        sync == 1 ? std::vector<std::uint32_t>{1, 3} : std::vector<std::uint32_t>{};
+    EXPECT_EQ(b.done().lost_consumers, lost);
+    b.out.clear();
+  }
+}
+
+// Goal: a failed sync is closed once the last of those who owe an answer has been lost instead.
+TEST(SenderFailure, LossesAnswerToo) {
+  SenderBench b;
+  b.begin(1);
+  b.to_updating();
+  b.prepared(0, kBroken);
+  b.prepared(1, kBroken);
+  b.ended(0, kBroken);
+  for (const std::uint32_t c : {3u, 2u}) b.machine.consumer_lost(0, c, kBroken, b.out);
+  EXPECT_TRUE(b.machine.running());
+  b.machine.rank_lost(0, 1, kBroken, b.out);
+  EXPECT_FALSE(b.machine.running());
+  EXPECT_EQ(b.done().status.message().find("drain"), std::string::npos);
+}
+
 TEST(SenderSync, RefusesABadLiveSet) {
   SenderBench b;
   const auto refused = [&](std::uint64_t sync, std::vector<std::uint32_t> live) {
