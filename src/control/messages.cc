@@ -22,6 +22,7 @@ struct NameOf {
   std::string_view operator()(const Finished&) const { return "Finished"; }
   std::string_view operator()(const FreeGroups&) const { return "FreeGroups"; }
   std::string_view operator()(const FreeAck&) const { return "FreeAck"; }
+  std::string_view operator()(const LeaveLanes&) const { return "LeaveLanes"; }
   std::string_view operator()(const RankEnded&) const { return "RankEnded"; }
   std::string_view operator()(const SyncClosed&) const { return "SyncClosed"; }
   std::string_view operator()(const SyncFailed&) const { return "SyncFailed"; }

@@ -118,6 +118,11 @@ struct FreeAck {
   std::uint64_t sync_id = 0;
   std::vector<std::uint32_t> groups;
 };
+// worker -> trainer R, where its connection broke: it reads nothing there any more and pulls nothing more in this
+// sync. Sharers of its slots do not wait for it.
+struct LeaveLanes {
+  std::uint64_t sync_id = 0;
+};
 // trainer R -> sender: this rank's end_sync returned, or why it failed.
 struct RankEnded {
   std::uint64_t sync_id = 0;
@@ -159,7 +164,7 @@ struct UserMessage {
 using ControlBody = std::variant<TrainerJoin, TrainerTable, InitRequest, InitPayload, InitDone, Reserve,
                                  ReserveReply, SyncOpen, StartUpdate, UpdateStarted, Update, Prepared, Finish,
                                  Finished, FreeGroups, FreeAck, RankEnded, SyncClosed, SyncFailed, Shutdown,
-                                 UserMessage, SyncBegan, TimelineReport, MateListens>;
+                                 UserMessage, SyncBegan, TimelineReport, MateListens, LeaveLanes>;
 std::string_view name_of(const ControlBody& body);  // "Reserve"
 
 }  // namespace shardpull

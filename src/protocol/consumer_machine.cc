@@ -22,7 +22,7 @@
 // Takeover: a run whose producer is away (lost, or its connection broke) and that has not been read is asked
 // for again from the next candidate, in that one's recovery lane, where seqs are counted as pulls are sent:
 // reroute. A transfer or copy that failed with UNAVAILABLE waits, stranded, for word of who is away:
-// resolve_stranded.
+// resolve_stranded. The lanes of one that is only unreachable are left, once nothing reads it: leave_lanes.
 //
 // Plans: a sync runs the whole plan or a restricted one. What a plan fixes beyond its own words is a Course,
 // built once for each; inside, chunks are counted by their place in it, outside by Chunk::chunk_id.
@@ -246,6 +246,7 @@ struct ConsumerMachine::State {
   std::map<std::uint32_t, std::vector<std::uint32_t>> outgoing;   // signals of the event at hand, by producer
   std::int64_t last_progress_ns = 0;
   std::uint32_t rerouted = 0;
+  std::set<std::uint32_t> leaving;  // producers that are unreachable and are to be told so
   Status stranded_by;            // the first error of what is stranded
   std::int64_t stranded_ns = 0;  // since when
 
@@ -417,6 +418,26 @@ struct ConsumerMachine::State {
     return true;
   }
 
+  // Whether a transfer out of the producer's slots, or a copy out of its tensors, has not ended.
+  bool reads_from(std::uint32_t producer) const {
+    return std::any_of(chunks.begin(), chunks.begin() + next, [&](const ChunkProgress& chunk) {
+      const bool copied = chunk.state == ChunkState::kScattering && !chunk.read;
+      return std::any_of(chunk.runs.begin(), chunk.runs.end(), [&](const RunProgress& run) {
+        return run.producer == producer && (copied || run.state == RunState::kTransferring);
+      });
+    });
+  }
+
+  // Sharers of a slot wait for each other, here and there: without a word from this worker they would wait for
+  // pulls that it cannot send, and it for theirs elsewhere.
+  void leave_lanes(ConsumerActions& out) {
+    std::erase_if(leaving, [&](std::uint32_t producer) {
+      if (reads_from(producer) && !SHARDPULL_PLANT("leaves-while-it-reads")) return false;
+      out.push_back(LeaveLanes{producer, sync_id});
+      return true;
+    });
+  }
+
   void strand(std::int64_t now_ns, std::uint32_t c, const Status& why) {
     if (!anything_stranded()) {
       stranded_by = why.with_context(describe(c));
@@ -540,6 +561,7 @@ struct ConsumerMachine::State {
       for (auto& [producer, groups] : std::exchange(outgoing, {})) {
         out.push_back(SendSignals{producer, sync_id, std::move(groups)});
       }
+      leave_lanes(out);
       if (done_count == plan().chunks.size() && unconfirmed.empty()) {
         state = WorkerState::kPrepared;
         out.push_back(UpdateDone{sync_id, {}});
@@ -680,6 +702,10 @@ Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id,
   s.posts_due.clear();
   s.outgoing.clear();
   s.unconfirmed.clear();
+  s.leaving.clear();
+  for (const auto& [producer, away] : s.away) {
+    if (!away.lost) s.leaving.insert(producer);
+  }
   s.blockers_left = s.course->blockers_of;
   s.chunks.assign(s.plan().chunks.size(), ChunkProgress{});
   for (std::size_t c = 0; c < s.chunks.size(); ++c) {
@@ -917,6 +943,7 @@ void ConsumerMachine::producer_lost(std::int64_t now_ns, std::uint32_t producer,
   Away& away = s.away[producer];
   if (away.lost) return;
   away = {true, why};
+  s.leaving.erase(producer);
   if (s.state == WorkerState::kUpdating) s.last_progress_ns = now_ns;
   s.outgoing.erase(producer);
   std::erase_if(s.unconfirmed, [&](const auto& signal) { return signal.first == producer; });
@@ -928,6 +955,7 @@ void ConsumerMachine::producer_unreachable(std::int64_t now_ns, std::uint32_t pr
                                            ConsumerActions& out) {
   State& s = *state_;
   if (!s.away.try_emplace(producer, Away{false, why}).second) return;
+  s.leaving.insert(producer);
   if (s.working()) s.last_progress_ns = now_ns;
   std::vector<std::uint32_t> again;
   for (auto it = s.unconfirmed.lower_bound({producer, 0});

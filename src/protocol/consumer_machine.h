@@ -113,6 +113,12 @@ struct SendSignals {
   std::uint64_t sync_id = 0;
   std::vector<std::uint32_t> groups;
 };
+// The connection to the producer broke, and what was read from it has ended: tell it, by control, that this
+// worker reads nothing there any more and pulls nothing more in this sync. Once in a sync.
+struct LeaveLanes {
+  std::uint32_t producer = 0;
+  std::uint64_t sync_id = 0;
+};
 // update() is over: prepared (every chunk landed, scattered, signals confirmed; hooks may still run until
 // finish_update), or the first error (nothing is in flight any more). At most once prepared and once failed
 // per sync: the error also follows when the sync fails before update() or after it was prepared.
@@ -136,7 +142,7 @@ using ConsumerAction =
     std::variant<consumer_action::SendPull, consumer_action::AnnounceRecovery,
                  consumer_action::StartTransfer, consumer_action::StartScatter,
                  consumer_action::StartCopy, consumer_action::StartPost, consumer_action::StartCommit,
-                 consumer_action::SendSignals, consumer_action::UpdateDone, consumer_action::FinishDone,
+                 consumer_action::SendSignals, consumer_action::LeaveLanes, consumer_action::UpdateDone, consumer_action::FinishDone,
                  consumer_action::ReportFailure>;
 using ConsumerActions = std::vector<ConsumerAction>;
 
@@ -176,7 +182,8 @@ class ConsumerMachine {
   // waited for. Where no candidate is left the update fails with `why`.
   void producer_lost(std::int64_t now_ns, std::uint32_t producer, const Status& why, ConsumerActions& out);
   // The connection to a producer broke, and whether it lives is not known: pulls as above. Its confirmations
-  // stay due; signals without one are sent again, by another way. Until producer_reachable().
+  // stay due; signals without one are sent again, by another way. Its lanes there are left (LeaveLanes), in later
+  // syncs too, as nobody else that shares them could go on. Until producer_reachable().
   void producer_unreachable(std::int64_t now_ns, std::uint32_t producer, const Status& why,
                             ConsumerActions& out);
   // There is a connection again. Between syncs only: no effect in one, or on a producer that is lost.

@@ -71,7 +71,9 @@ struct Early {
   std::uint64_t sync_id = 0;
   std::vector<PullId> pulls;  // one per (chunk, run), in order of arrival
   std::set<std::uint32_t> groups;
-  std::size_t size() const { return pulls.size() + groups.size(); }
+  bool by_control = false;  // any of the signals: it has no hot endpoint any more
+  bool left = false;        // its lanes
+  std::size_t size() const { return pulls.size() + groups.size() + (left ? 1 : 0); }
 };
 
 struct Serve {
@@ -93,6 +95,7 @@ struct Consumer {
   std::uint64_t incarnation = 0;  // 0: none known yet
   bool gone = false;
   bool live = false;  // in the running (or last) sync
+  bool left = false;  // its lanes in that sync: it cannot reach this rank
   Early early;
   std::array<LaneState, 2> lanes;  // by LaneKind
 
@@ -167,7 +170,6 @@ struct Group {
   std::vector<PublishedView> views;  // ascending by (name, piece)
   std::vector<bool> signalled;       // by consumer
   std::uint32_t missing = 0;         // live consumers that have not signalled
-  std::vector<std::uint32_t> signalled_sharers;  // by sharing group: how many of it have, live or not
   std::uint32_t packs = 0;           // packs and sums that read it
   std::vector<PullPlace> parked_in_place;
   std::map<std::shared_ptr<const PullDescription>, RunSums> sums;        // of what is read in place
@@ -371,18 +373,6 @@ struct ProducerMachine::State {
 
   // ---- packing ----------------------------------------------------------------------------------
 
-  // Sharers that will not come: they have the group already, from a producer that they can reach.
-  std::size_t elsewhere(std::uint32_t ring_id, const Meeting& meeting, const Group& group) const {
-    std::size_t count = 0;
-    if (ring_id >= sharing || group.signalled_sharers[ring_id] == 0) return count;
-    for (std::uint32_t c = ring_id; c < consumers.size(); c += sharing) {
-      if (consumers[c].live && group.signalled[c] &&
-          std::find(meeting.arrived.begin(), meeting.arrived.end(), c) == meeting.arrived.end())
-        ++count;
-    }
-    return count;
-  }
-
   // Starts the pack of a meeting when every live sharer is there, the group is published and the slot is
   // free.
   void try_pack(std::uint32_t ring_id, std::uint32_t seq, ProducerActions& out) {
@@ -392,10 +382,8 @@ struct ProducerMachine::State {
     Meeting& meeting = it->second;
     const auto& pull = serve_of({meeting.arrived.front(), ring.kind, seq}).pull;
     Group& group = groups[pull->group];
-    // Only live consumers have arrived, each once.
-    if (meeting.arrived.size() + elsewhere(ring_id, meeting, group) != ring.live_sharers &&
-        !SHARDPULL_PLANT("pack-before-all-sharers"))
-      return;
+    // Only live consumers that have not left the lane have arrived, each once.
+    if (meeting.arrived.size() != ring.live_sharers && !SHARDPULL_PLANT("pack-before-all-sharers")) return;
     if (!group.published || ring.asked_bytes != 0 || ring.slots.empty()) return;
     const std::uint32_t index =
         (SHARDPULL_PLANT("slot-by-arrival") ? static_cast<std::uint32_t>(packs_done) : seq) % ring.depth;
@@ -697,6 +685,40 @@ struct ProducerMachine::State {
 
   // ---- the live set -----------------------------------------------------------------------------
 
+  // Takes the consumer out of its lanes of the running sync. The rings whose packs may have waited for it.
+  std::set<std::uint32_t> part_from_sharers(std::uint32_t c, const Status& why, ProducerActions& out) {
+    if (std::exchange(consumers[c].left, true)) return {};
+    std::set<std::uint32_t> touched;
+    for (Group& group : groups)
+      std::erase_if(group.parked_in_place, [&](const PullPlace& parked) { return parked.consumer == c; });
+    for (const LaneState& lane : consumers[c].lanes) {
+      const auto ring = rings.find(lane.ring);
+      if (ring == rings.end()) continue;
+      --ring->second.live_sharers;
+      touched.insert(lane.ring);
+      auto& meetings = ring->second.meetings;
+      for (auto it = meetings.begin(); it != meetings.end();) {
+        std::erase(it->second.arrived, c);
+        it = it->second.arrived.empty() && it->second.ticket == 0 ? meetings.erase(it) : std::next(it);
+      }
+    }
+    unpark_all(c, why, out);
+    return touched;
+  }
+
+  Status out_of_reach(std::uint32_t consumer) const {
+    return Status(StatusCode::kUnavailable,
+                  fmt::format("{}: {} has left its lanes in sync {}", me(), worker_name(consumer), sync_id),
+                  {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
+  }
+  void leave_lanes(std::uint32_t consumer, ProducerActions& out) {
+    if (SHARDPULL_PLANT("sharers-wait-for-one-that-left")) return;
+    if (!running || !consumers[consumer].live || consumers[consumer].left) return;
+    stop_reading(consumer, [](const Slot&) { return true; });
+    for (const std::uint32_t ring : part_from_sharers(consumer, out_of_reach(consumer), out))
+      try_all_packs(ring, out);
+  }
+
   // Takes the consumer's replica out of the running sync.
   void leave_sync(std::uint32_t consumer, const Status& why, ProducerActions& out) {
     if (!running || !consumers[consumer].live) return;
@@ -715,20 +737,8 @@ struct ProducerMachine::State {
       stop_reading_all(c);
       for (Group& group : groups) {
         if (group.in_sync && !group.signalled[c]) --group.missing;
-        std::erase_if(group.parked_in_place, [&](const PullPlace& parked) { return parked.consumer == c; });
       }
-      for (const LaneState& lane : consumers[c].lanes) {
-        const auto ring = rings.find(lane.ring);
-        if (ring == rings.end()) continue;
-        --ring->second.live_sharers;
-        touched.insert(lane.ring);
-        auto& meetings = ring->second.meetings;
-        for (auto it = meetings.begin(); it != meetings.end();) {
-          std::erase(it->second.arrived, c);
-          it = it->second.arrived.empty() && it->second.ticket == 0 ? meetings.erase(it) : std::next(it);
-        }
-      }
-      unpark_all(c, lost, out);
+      touched.merge(part_from_sharers(c, lost, out));
     }
     if (live_count == 0) return fail_sync(lost, out);
     for (const std::uint32_t ring : touched) try_all_packs(ring, out);
@@ -759,10 +769,26 @@ struct ProducerMachine::State {
     stop_reading_all(consumer);
   }
 
+  // What is kept of the consumer for a sync that has not begun here: of the newest only. Null: the sync is not
+  // that.
+  Early* early_of(std::uint32_t consumer, std::uint64_t sync) {
+    Early& early = consumers[consumer].early;
+    if (sync <= sync_id || sync < early.sync_id) {
+      ++drops.stale_sync;
+      return nullptr;
+    }
+    if (sync > early.sync_id) {
+      drops.stale_sync += early.size();
+      early = Early{};
+      early.sync_id = sync;
+    }
+    return &early;
+  }
+
   // ---- messages of the running sync -------------------------------------------------------------
 
   void apply_signals(std::int64_t now_ns, std::uint32_t consumer, const std::vector<std::uint32_t>& signalled,
-                     ProducerActions& out) {
+                     bool by_control, ProducerActions& out) {
     std::vector<std::uint32_t> acknowledged;
     std::vector<std::uint32_t> fresh;
     for (const std::uint32_t g : signalled) {
@@ -778,7 +804,6 @@ struct ProducerMachine::State {
       }
       if (!running) continue;  // failed: that it reads no longer is all it says
       groups[g].signalled[consumer] = true;
-      ++groups[g].signalled_sharers[consumer % sharing];
       groups[g].missing -= groups[g].missing == 0 ? 0 : 1;
       if (SHARDPULL_PLANT("freed-by-the-first-signal")) groups[g].missing = 0;
       last_progress_ns = now_ns;
@@ -786,7 +811,8 @@ struct ProducerMachine::State {
     }
     stop_reading_earlier_syncs(consumer);
     if (!acknowledged.empty()) {
-      out.push_back(SignalAck{consumers[consumer].incarnation, consumer, sync_id, std::move(acknowledged)});
+      out.push_back(
+          SignalAck{consumers[consumer].incarnation, consumer, sync_id, std::move(acknowledged), by_control});
     }
     for (const std::uint32_t g : fresh) {
       // It will not read what it still waits for. (Packed pulls stay: the other sharers count on the
@@ -799,8 +825,6 @@ struct ProducerMachine::State {
                out);
         return true;
       });
-      const auto meetings = groups[g].meetings;  // which do not wait for it any more
-      for (const auto& [ring, seq] : meetings) try_pack(ring, seq, out);
       maybe_free(g, out);
     }
   }
@@ -818,6 +842,7 @@ struct ProducerMachine::State {
       return no(StatusCode::kFailedPrecondition,
                 fmt::format("{} is not live in sync {}", worker_name(pull.consumer), sync_id));
     }
+    if (consumer.left) return refuse(consumer.incarnation, pull, out_of_reach(pull.consumer), out);
     LaneState& lane = consumer.lane(pull.lane);
     const std::shared_ptr<const PullDescription> known = lane.running->find(pull.chunk, pull.run);
     if (known == nullptr) {
@@ -940,7 +965,7 @@ struct ProducerMachine::State {
         if (meeting.ticket != 0) continue;
         std::vector<std::uint32_t> absent;
         for (std::uint32_t c = id; c < consumers.size(); c += sharing) {
-          if (consumers[c].live &&
+          if (consumers[c].live && !consumers[c].left &&
               std::find(meeting.arrived.begin(), meeting.arrived.end(), c) == meeting.arrived.end()) {
             absent.push_back(c);
           }
@@ -1019,7 +1044,7 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
   s.last_progress_ns = now_ns;
   s.live_count = static_cast<std::uint32_t>(live.size());
   for (Consumer& consumer : s.consumers) {
-    consumer.live = false;
+    consumer.live = consumer.left = false;
     for (LaneState& lane : consumer.lanes) {
       lane.serves.clear();
       lane.running = nullptr;
@@ -1050,7 +1075,6 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
     s.groups[g].in_sync = true;
     s.groups[g].signalled.assign(s.tables.num_consumers, false);
     s.groups[g].missing = s.live_count;
-    s.groups[g].signalled_sharers.assign(s.sharing, 0);
   }
   s.unpublished = s.unfreed = static_cast<std::uint32_t>(groups.size());
 
@@ -1084,8 +1108,10 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
       continue;
     }
     if (!kept.groups.empty()) {
-      signal(now_ns, s.consumers[c].incarnation, sync_id, c, {kept.groups.begin(), kept.groups.end()}, out);
+      signal(now_ns, s.consumers[c].incarnation, sync_id, c, {kept.groups.begin(), kept.groups.end()}, out,
+             kept.by_control);
     }
+    if (kept.left) s.leave_lanes(c, out);
     for (const PullId& pull : kept.pulls) s.admit(now_ns, pull, out);
   }
   s.settle(out);
@@ -1257,7 +1283,7 @@ void ProducerMachine::reserve(std::int64_t now_ns, std::uint32_t consumer, std::
     const auto [ring, fresh] = s.rings.try_emplace(known.ring);
     if (fresh) {
       ring->second.kind = lane;
-      ring->second.live_sharers = state.live ? 1 : 0;
+      ring->second.live_sharers = state.live && !state.left ? 1 : 0;
     }
     ring->second.waiting.push_back(
         {consumer, incarnation, lane, lane_slots(pulls, ring_depth), std::move(table)});
@@ -1339,24 +1365,16 @@ void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const
                 fmt::format("{} has not announced chunk {} run {} with seq {}", worker_name(pull.consumer),
                             pull.chunk, pull.run, pull.seq));
     }
-    Early& early = consumer.early;
-    if (pull.sync_id < early.sync_id) {
-      ++s.drops.stale_sync;
-      return;
-    }
-    if (pull.sync_id > early.sync_id) {
-      s.drops.stale_sync += early.size();
-      early = Early{};
-      early.sync_id = pull.sync_id;
-    }
+    Early* const early = s.early_of(pull.consumer, pull.sync_id);
+    if (early == nullptr) return;
     ++s.drops.kept_early;
-    const auto it = std::find_if(early.pulls.begin(), early.pulls.end(), [&](const PullId& other) {
+    const auto it = std::find_if(early->pulls.begin(), early->pulls.end(), [&](const PullId& other) {
       return other.chunk == pull.chunk && other.run == pull.run && other.lane == pull.lane;
     });
-    if (it != early.pulls.end()) {
+    if (it != early->pulls.end()) {
       *it = pull;
     } else {
-      early.pulls.push_back(pull);
+      early->pulls.push_back(pull);
     }
     return;
   }
@@ -1424,7 +1442,7 @@ void ProducerMachine::pack_done(std::int64_t now_ns, std::uint64_t ticket, const
 
 void ProducerMachine::signal(std::int64_t now_ns, std::uint64_t incarnation, std::uint64_t sync_id,
                              std::uint32_t consumer, const std::vector<std::uint32_t>& groups,
-                             ProducerActions& out) {
+                             ProducerActions& out, bool by_control) {
   State& s = *state_;
   if (s.shut) return;
   if (consumer >= s.consumers.size()) {
@@ -1443,20 +1461,13 @@ void ProducerMachine::signal(std::int64_t now_ns, std::uint64_t incarnation, std
     return s.settle(out);
   }
   if (sync_id > s.sync_id) {
-    Early& early = state.early;
-    if (sync_id < early.sync_id) {
-      ++s.drops.stale_sync;
-      return;
-    }
-    if (sync_id > early.sync_id) {
-      s.drops.stale_sync += early.size();
-      early = Early{};
-      early.sync_id = sync_id;
-    }
+    Early* const early = s.early_of(consumer, sync_id);
+    if (early == nullptr) return;
+    early->by_control = early->by_control || by_control;
     for (const std::uint32_t g : groups) {
       if (g >= s.groups.size()) {
         ++s.drops.unknown;
-      } else if (early.groups.insert(g).second) {
+      } else if (early->groups.insert(g).second) {
         ++s.drops.kept_early;
       } else {
         ++s.drops.duplicate_signals;
@@ -1469,7 +1480,23 @@ void ProducerMachine::signal(std::int64_t now_ns, std::uint64_t incarnation, std
     for (const std::uint32_t g : groups) s.stop_reading_group(consumer, sync_id, g);
     return s.settle(out);
   }
-  s.apply_signals(now_ns, consumer, groups, out);
+  s.apply_signals(now_ns, consumer, groups, by_control, out);
+  s.settle(out);
+}
+
+void ProducerMachine::leave_lanes(std::int64_t now_ns, std::uint64_t incarnation, std::uint64_t sync_id,
+                                  std::uint32_t consumer, ProducerActions& out) {
+  State& s = *state_;
+  (void)now_ns;
+  if (s.shut || consumer >= s.consumers.size()) return;
+  Consumer& state = s.consumers[consumer];
+  if (incarnation != state.incarnation) {
+    ++s.drops.stale_incarnation;
+  } else if (sync_id == s.sync_id) {
+    s.leave_lanes(consumer, out);
+  } else if (Early* early = s.early_of(consumer, sync_id)) {
+    early->left = true;
+  }
   s.settle(out);
 }
 

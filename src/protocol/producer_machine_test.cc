@@ -552,20 +552,127 @@ TEST(ProducerSharing, ALossNarrowsBarrierAndMeetingTogetherAndStartsThePack) {
   EXPECT_FALSE(b.machine.failure().ok() && !b.machine.syncing());
 }
 
-// A worker that cannot reach this producer, and pulls elsewhere, says through the hub that it has the group.
-TEST(ProducerSharing, ASharerThatHasTheGroupFromElsewhereIsNotWaitedFor) {
-  ProducerBench b({.groups = 1, .consumers = 2, .replicas = 2});
+// Its hot connection has broken, and both processes live.
+void leave(ProducerBench& b, std::uint32_t consumer, std::uint64_t sync_id) {
+  b.machine.leave_lanes(0, ProducerBench::life(consumer), sync_id, consumer, b.out);
+}
+
+TEST(ProducerLanes, ASharerThatHasLeftIsNotWaitedForAndStaysInTheBarrier) {
+  ProducerBench b({.groups = 3, .consumers = 2, .replicas = 2, .ring_depth = 1});
+  b.reserve_all();
+  ASSERT_EQ(b.begin(1), Status());
+  for (std::uint32_t g = 0; g < 3; ++g) ASSERT_EQ(b.publish(g), Status());
+  b.pull(0, 0);
+  EXPECT_EQ(b.count<Pack>(), 0u) << "both share the slot";
+  leave(b, 1, 1);
+  leave(b, 1, 1);
+  EXPECT_EQ(b.count<Pack>(), 1u);
+  b.finish_packs();
+  b.serve(0, 1);
+  EXPECT_EQ(b.count<ReadyReply>(), 2u);
+  b.signal(0, {0, 1});
+  EXPECT_EQ(b.count<GroupFreed>(), 0u);
+  b.signal(1, {0});  // it has the group from another rank
+  EXPECT_THAT(freed(b), ElementsAre(0u));
+
+  ASSERT_EQ(b.begin(2), Status());  // it has a connection again
+  ASSERT_EQ(b.publish(0), Status());
+  b.take();
+  b.pull(0, 0);
+  EXPECT_EQ(b.count<Pack>(), 0u);
+  b.pull(1, 0);
+  EXPECT_EQ(b.count<Pack>(), 1u);
+}
+
+TEST(ProducerLanes, WhatItHadAskedForIsDroppedAndWhatItAsksForIsRefused) {
+  ProducerBench b({.groups = 2, .consumers = 3, .replicas = 3});
+  b.reserve_all();
+  ASSERT_EQ(b.begin(1), Status());
+  ASSERT_EQ(b.publish(0), Status());
+  b.pull(1, 0);  // before the connection broke
+  b.pull(0, 0);
+  leave(b, 1, 1);
+  EXPECT_THAT(b.refusal(), HasSubstr("worker 1 has left its lanes in sync 1"));
+  EXPECT_EQ(b.all<FailReply>()[0].status.code(), StatusCode::kUnavailable);
+  EXPECT_EQ(b.count<Pack>(), 0u) << "worker 2 has not come";
+  b.pull(2, 0);
+  b.finish_packs();
+  EXPECT_EQ(b.count<ReadyReply>(), 2u);
+  b.take();
+  b.pull(1, 1);  // was under way
+  EXPECT_EQ(b.refusal(), "trainer 0: worker 1 has left its lanes in sync 1");
+  EXPECT_EQ(b.machine.live().size(), 3u);
+}
+
+TEST(ProducerLanes, APackUnderWayIsForThoseThatAreLeft) {
+  ProducerBench b({.groups = 2, .consumers = 2, .replicas = 2, .ring_depth = 1});
   b.reserve_all();
   ASSERT_EQ(b.begin(1), Status());
   ASSERT_EQ(b.publish(0), Status());
   b.pull(0, 0);
-  EXPECT_EQ(b.count<Pack>(), 0u) << "both share the slot";
-  b.signal(1, {0});
+  b.pull(1, 0);
+  ASSERT_EQ(b.count<Pack>(), 1u);
+  leave(b, 1, 1);
+  b.finish_packs();
+  ASSERT_EQ(b.count<ReadyReply>(), 1u);
+  EXPECT_EQ(b.all<ReadyReply>()[0].pull.consumer, 0u);
+  ASSERT_EQ(b.publish(1), Status());
+  b.pull(0, 1);
+  EXPECT_EQ(b.count<Pack>(), 2u) << "nobody reads the slot but worker 0, which asks for its next use";
+  b.finish_packs();
+  for (std::uint32_t c = 0; c < 2; ++c) b.signal(c, {0, 1});
+  ASSERT_EQ(b.machine.end_sync(0, b.out), Status());
+  EXPECT_EQ(b.count<SyncEnded>(), 1u);
+}
+
+// The hot endpoint of a worker that signals by control may not be known to be broken here: what is sent over it is
+// lost.
+TEST(ProducerLanes, AConfirmationGoesBackTheWayItsSignalCame) {
+  ProducerBench b({.groups = 2});
+  b.reserve_all();
+  b.machine.signal(0, b.life(0), 1, 0, {0}, b.out, true);
+  b.machine.signal(0, b.life(0), 1, 0, {0}, b.out);  // was under way
+  ASSERT_EQ(b.begin(1), Status());
+  ASSERT_EQ(b.count<SignalAck>(), 1u);
+  EXPECT_TRUE(b.all<SignalAck>()[0].by_control);
+  b.take();
+  b.signal(0, {1});
+  b.machine.signal(0, b.life(0), 1, 0, {1}, b.out, true);
+  ASSERT_EQ(b.count<SignalAck>(), 2u);
+  EXPECT_FALSE(b.all<SignalAck>()[0].by_control);
+  EXPECT_TRUE(b.all<SignalAck>()[1].by_control);
+}
+
+TEST(ProducerLanes, ALossOfOneThatHasLeftCountsItOnce) {
+  ProducerBench b({.groups = 1, .consumers = 3, .replicas = 3});
+  b.reserve_all();
+  ASSERT_EQ(b.begin(1), Status());
+  ASSERT_EQ(b.publish(0), Status());
+  leave(b, 1, 1);
+  b.machine.consumer_lost(0, 1, Status(StatusCode::kUnavailable, "killed"), b.out);
+  b.pull(0, 0);
+  EXPECT_EQ(b.count<Pack>(), 0u) << "worker 2 shares the slot";
+  b.pull(2, 0);
+  EXPECT_EQ(b.count<Pack>(), 1u);
+}
+
+TEST(ProducerLanes, LeavingASyncNotBegunIsKeptAndOneOfAnEarlierSyncHasNoEffect) {
+  ProducerBench b({.groups = 1, .consumers = 2, .replicas = 2});
+  b.reserve_all();
+  leave(b, 1, 1);
+  ASSERT_EQ(b.begin(1), Status());
+  ASSERT_EQ(b.publish(0), Status());
+  b.pull(0, 0);
   EXPECT_EQ(b.count<Pack>(), 1u);
   b.finish_packs();
-  EXPECT_EQ(b.count<ReadyReply>(), 1u);
-  b.signal(0, {0});
-  EXPECT_THAT(freed(b), ElementsAre(0u));
+  ASSERT_EQ(b.begin(2), Status());
+  leave(b, 1, 1);
+  b.machine.leave_lanes(0, 7, 2, 1, b.out);  // another life
+  EXPECT_EQ(b.machine.drops().stale_incarnation, 1u);
+  ASSERT_EQ(b.publish(0), Status());
+  b.take();
+  b.pull(0, 0);
+  EXPECT_EQ(b.count<Pack>(), 0u);
 }
 
 TEST(ProducerSharing, FirstReplicaLostOneLeftTheRestGoesOn) {

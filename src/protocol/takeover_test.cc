@@ -261,6 +261,62 @@ TEST(Takeover, SignalsOfAFailedSyncAreSentAgainWhereTheConnectionBreaks) {
   }
 }
 
+TEST(Takeover, TheLanesAtAnUnreachableProducerAreLeftWhenNothingReadsItAnyMore) {
+  Consumer b({.groups = 4, .producers = 2, .ring_depth = 2});
+  b.start(1, 10);
+  b.ready(0);
+  const std::uint32_t broken = b.primary(0);
+  ASSERT_EQ(b.transferring().size(), 1u);
+  b.machine.producer_unreachable(0, broken, kReadFailed, b.out);
+  EXPECT_EQ(b.count<LeaveLanes>(), 0u) << "the slot is being read";
+  b.land(0);
+  ASSERT_EQ(b.count<LeaveLanes>(), 1u);
+  EXPECT_EQ(b.all<LeaveLanes>()[0].producer, broken);
+  EXPECT_EQ(b.all<LeaveLanes>()[0].sync_id, 1u);
+  b.scattered(0);
+  b.run_to_end();
+  ASSERT_TRUE(b.update_result().ok());
+  EXPECT_EQ(b.count<LeaveLanes>(), 1u);
+  ASSERT_TRUE(b.machine.finish_update(0, 1, b.out).ok());
+
+  b.take();
+  b.start(2, 20);  // there is no connection yet
+  ASSERT_EQ(b.count<LeaveLanes>(), 1u);
+  EXPECT_EQ(b.all<LeaveLanes>()[0].sync_id, 2u);
+  b.run_to_end();
+  ASSERT_TRUE(b.update_result().ok());
+  ASSERT_TRUE(b.machine.finish_update(0, 2, b.out).ok());
+
+  b.machine.producer_reachable(broken);
+  b.take();
+  b.start(3, 30);
+  EXPECT_EQ(b.count<LeaveLanes>(), 0u);
+  b.lost(broken);
+  EXPECT_EQ(b.count<LeaveLanes>(), 0u) << "nobody is there to be told";
+}
+
+TEST(Takeover, ACopyOutOfAnUnreachableProducersTensorsEndsBeforeItsLanesAreLeft) {
+  Consumer b({.groups = 1, .producers = 2, .path = Path::kMapped});
+  b.start(1, 10);
+  b.ready(0);
+  ASSERT_EQ(b.scattering().size(), 1u);
+  b.machine.producer_unreachable(0, b.primary(0), kReadFailed, b.out);
+  EXPECT_EQ(b.count<LeaveLanes>(), 0u);
+  b.scattered(0);
+  EXPECT_EQ(b.count<LeaveLanes>(), 1u);
+}
+
+TEST(Takeover, AHeirThatRefusesTheLaneIsLeftToo) {
+  Consumer b({.groups = 2, .producers = 3, .ring_depth = 1});
+  b.start(1, 10);
+  const std::uint32_t heir = b.candidate(0, 1);
+  b.lost(b.primary(0));
+  b.take();
+  b.reserved(heir, Status(StatusCode::kResourceExhausted, "no memory"));
+  ASSERT_EQ(b.count<LeaveLanes>(), 1u);
+  EXPECT_EQ(b.all<LeaveLanes>()[0].producer, heir);
+}
+
 TEST(Takeover, AProducerThatIsReachableAgainServesTheNextSyncAsPlanned) {
   Consumer b({.groups = 1, .producers = 2});
   b.start(1, 10);

@@ -379,6 +379,10 @@ void ConsumerEngine::fail(std::uint64_t sync_id, const Status& why) {
 
 void ConsumerEngine::recovery_reserved(std::uint32_t rank, const Status& status) {
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.recovery_reserved(now, rank, status, out); });
+  const EndpointId endpoint = endpoint_of(rank);
+  if (status.ok() || endpoint == 0) return;
+  progress_.transport().close(endpoint);  // nothing comes over it until the next sync, which opens another one
+  on_closed(endpoint, status);
 }
 
 void ConsumerEngine::producer_lost(std::uint32_t rank, const Status& why) {
@@ -1072,6 +1076,10 @@ void ConsumerEngine::perform(const consumer_action::SendSignals& action) {
   const Status status = progress_.transport().send(endpoint, header(HotType::kFree, action.sync_id),
                                                    payload.data(), payload.size());
   if (!status.ok()) give_up(endpoint, status);  // and the signals go by control
+}
+
+void ConsumerEngine::perform(const consumer_action::LeaveLanes& action) {
+  hooks_.leave_lanes(action.producer, action.sync_id);
 }
 
 void ConsumerEngine::perform(const consumer_action::UpdateDone& action) {

@@ -35,6 +35,8 @@ struct ConsumerHooks {
   // Free signals for a producer without a hot endpoint.
   std::function<void(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups)>
       signal_by_control;
+  // This worker reads nothing there any more, and pulls nothing more in this sync.
+  std::function<void(std::uint32_t producer, std::uint64_t sync_id)> leave_lanes;
   // Announces what this worker may have to pull there instead of at a trainer that is gone; the answer goes to
   // recovery_reserved().
   std::function<void(std::uint32_t producer)> announce_recovery;
@@ -219,6 +221,7 @@ class ConsumerEngine {
   void perform(const consumer_action::StartPost& action);
   void perform(const consumer_action::StartCommit& action);
   void perform(const consumer_action::SendSignals& action);
+  void perform(const consumer_action::LeaveLanes& action);
   void perform(const consumer_action::UpdateDone& action);
   void perform(const consumer_action::FinishDone& action);
   void perform(const consumer_action::ReportFailure& action);

@@ -303,6 +303,7 @@ class Pair {
                           [this](std::uint32_t, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
                             trainer_->post([this, sync_id, groups] { server_->signal(0, 2, sync_id, groups); });
                           },
+                      .leave_lanes = [](std::uint32_t, std::uint64_t) {},
                       .update_done = [this](std::uint64_t, const Status& status) { updated_.put(status); },
                       .finish_done = [this](std::uint64_t, const Status& status) { finished_.put(status); },
                       .report_failure = [](std::uint64_t, const Status&) {}},

@@ -154,7 +154,13 @@ void ProducerServer::reserve(std::uint32_t consumer, Incarnation incarnation, st
 void ProducerServer::signal(std::uint32_t consumer, Incarnation incarnation, std::uint64_t sync_id,
                             const std::vector<std::uint32_t>& groups) {
   drive([&](std::int64_t now, ProducerActions& out) {
-    machine_->signal(now, incarnation, sync_id, consumer, groups, out);
+    machine_->signal(now, incarnation, sync_id, consumer, groups, out, /*by_control=*/true);
+  });
+}
+
+void ProducerServer::leave_lanes(std::uint32_t consumer, Incarnation incarnation, std::uint64_t sync_id) {
+  drive([&](std::int64_t now, ProducerActions& out) {
+    machine_->leave_lanes(now, incarnation, sync_id, consumer, out);
   });
 }
 
@@ -251,8 +257,10 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
       refuse(id, entries.status());
       return;
     }
-    for (const FreeEntry& entry : *entries)
-      signal(entry.consumer, header.incarnation, header.sync_id, entry.groups);
+    drive([&](std::int64_t now, ProducerActions& out) {
+      for (const FreeEntry& entry : *entries)
+        machine_->signal(now, header.incarnation, header.sync_id, entry.consumer, entry.groups, out);
+    });
   } else {
     refuse(id, Status(StatusCode::kInvalidArgument,
                       fmt::format("hot message type {} is not for a producer", static_cast<int>(header.type)),
@@ -261,7 +269,7 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
 }
 
 void ProducerServer::on_closed(EndpointId endpoint, const Status&) {
-  // Whether the worker is lost is for the control channel to say; its pulls cannot be answered any more.
+  // Whether the worker is lost, or has left its lanes, is for the control channel to say: it may read here still.
   endpoints_.erase(endpoint);
 }
 
@@ -278,10 +286,11 @@ bool ProducerServer::reads_ring(std::uint32_t consumer, std::uint32_t ring) cons
 }
 
 EndpointId ProducerServer::endpoint_of(std::uint32_t consumer, Incarnation incarnation) const {
+  EndpointId latest = 0;  // one before it may be broken, and not be known to be
   for (const auto& [id, endpoint] : endpoints_) {
-    if (endpoint.consumer == consumer && endpoint.incarnation == incarnation) return id;
+    if (endpoint.consumer == consumer && endpoint.incarnation == incarnation) latest = id;
   }
-  return 0;
+  return latest;
 }
 
 void ProducerServer::perform(producer_action::AllocateRing& action) {
@@ -476,7 +485,8 @@ void ProducerServer::perform(producer_action::FailReply& action) {
 }
 
 void ProducerServer::perform(producer_action::SignalAck& action) {
-  const EndpointId endpoint = endpoint_of(action.consumer, action.incarnation);
+  const EndpointId endpoint =
+      action.by_control ? 0 : endpoint_of(action.consumer, action.incarnation);
   if (endpoint == 0) {
     hooks_.ack_by_control(action.consumer, action.sync_id, action.groups);
     return;

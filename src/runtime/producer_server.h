@@ -26,7 +26,7 @@ namespace shardpull {
 
 struct ProducerHooks {
   std::function<void(std::uint32_t consumer, LaneKind lane, const Status& status)> reserve_reply;
-  // Acknowledges signals of a consumer without a hot endpoint.
+  // Acknowledges signals that came by control, or whose endpoint is gone.
   std::function<void(std::uint32_t consumer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups)>
       ack_by_control;
   std::function<void(std::uint32_t group)> group_freed;
@@ -66,8 +66,10 @@ class ProducerServer {
   void reserve(std::uint32_t consumer, Incarnation incarnation, std::uint64_t slot_bytes,
                std::uint32_t ring_depth, std::uint32_t num_consumers, std::uint32_t workers_per_replica,
                const Digest128& digest, const std::vector<std::byte>& pulls);
+  // Signals that came by control.
   void signal(std::uint32_t consumer, Incarnation incarnation, std::uint64_t sync_id,
               const std::vector<std::uint32_t>& groups);
+  void leave_lanes(std::uint32_t consumer, Incarnation incarnation, std::uint64_t sync_id);
   void consumer_up(std::uint32_t consumer, Incarnation incarnation);
   void consumer_lost(std::uint32_t consumer, const Status& why);
   void tick();
@@ -129,7 +131,7 @@ class ProducerServer {
   std::vector<std::shared_ptr<ExportedMemory>> live_memory();
   // Whether pulls of the consumer are packed into the ring: its sharing group's, or that of its recovery lane.
   bool reads_ring(std::uint32_t consumer, std::uint32_t ring) const;
-  // The endpoint of one life of a worker; 0 when it has none.
+  // The endpoint of one life of a worker, the latest; 0 when it has none.
   EndpointId endpoint_of(std::uint32_t consumer, Incarnation incarnation) const;
   void reply(HotType type, Incarnation to, const PullId& pull, const std::vector<std::byte>& payload);
   void refuse(EndpointId endpoint, const Status& why);

@@ -634,6 +634,8 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
                     {message->digest_low, message->digest_high}, message->pulls);
   } else if (auto* message = std::get_if<FreeGroups>(&body); message && !from_trainer) {
     server->signal(from.id, from_incarnation, message->sync_id, message->groups);
+  } else if (auto* message = std::get_if<LeaveLanes>(&body); message && !from_trainer) {
+    server->leave_lanes(from.id, from_incarnation, message->sync_id);
   } else if (auto* message = std::get_if<SyncFailed>(&body)) {
     if (sync) {
       drive_sender([&](std::int64_t, SenderActions& out) {

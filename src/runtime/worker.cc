@@ -351,6 +351,9 @@ Status Worker::Impl::make_plan() {
                                    const std::vector<std::uint32_t>& groups) {
     send({Role::kTrainer, producer}, FreeGroups{sync_id, groups});
   };
+  hooks.leave_lanes = [this](std::uint32_t producer, std::uint64_t sync_id) {
+    send({Role::kTrainer, producer}, LeaveLanes{sync_id});
+  };
   hooks.announce_recovery = [this](std::uint32_t producer) {
     const auto pulls = recovery_pulls_at(*plan, producer, effective_workers_per_replica(*tables));
     announce(producer, lane_slot_bytes(pulls), pulls);

@@ -105,12 +105,7 @@ std::vector<Fault> draw_faults(Random& random, const SimOptions& options, std::u
       FaultKind::kCrashWorker,   FaultKind::kCrashWorker, FaultKind::kCrashWorker, FaultKind::kSilenceWorker,
       FaultKind::kSilenceWorker, FaultKind::kDelayWorker, FaultKind::kCutHot,      FaultKind::kHoldHot,
       FaultKind::kSlowWorker,    FaultKind::kSlowRank};
-  // docs/PROTOCOL.md, "Not there yet": sharers of a slot wait for the one that cannot reach its producer.
-  const bool alone = options.replicas == 1 || !options.share_slots;
-  for (std::uint64_t left = random.below(3); left > 0; --left) {
-    const FaultKind kind = kKinds[random.below(std::size(kKinds))];
-    if (kind != FaultKind::kCutHot || alone) draw(kind);
-  }
+  for (std::uint64_t left = random.below(3); left > 0; --left) draw(kKinds[random.below(std::size(kKinds))]);
   return faults;
 }
 

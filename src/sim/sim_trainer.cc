@@ -432,10 +432,11 @@ void SimTrainer::gather_key(const PullDescription& pull, const std::vector<Publi
 }
 
 EndpointId SimTrainer::endpoint_of(std::uint32_t consumer, Incarnation incarnation) const {
+  EndpointId latest = 0;  // one before it may be broken, and not be known to be
   for (const auto& [endpoint, peer] : peers_) {
-    if (peer.consumer == consumer && peer.incarnation == incarnation) return endpoint;
+    if (peer.consumer == consumer && peer.incarnation == incarnation) latest = endpoint;
   }
-  return 0;
+  return latest;
 }
 
 void SimTrainer::reply(HotType type, Incarnation to, const PullId& pull,
@@ -478,7 +479,8 @@ void SimTrainer::perform(const producer_action::FailReply& action) {
   reply(HotType::kFail, action.incarnation, action.pull, encode(action.status));
 }
 void SimTrainer::perform(const producer_action::SignalAck& action) {
-  const EndpointId endpoint = endpoint_of(action.consumer, action.incarnation);
+  const EndpointId endpoint =
+      action.by_control ? 0 : endpoint_of(action.consumer, action.incarnation);
   if (endpoint == 0) {
     const FreeAck ack{action.sync_id, action.groups};
     world_.maybe_again([this, to = action.consumer, ack] {
@@ -646,7 +648,11 @@ void SimTrainer::on_control(const Member& from, Incarnation incarnation, Control
     maybe_return();
   } else if (auto* free = std::get_if<FreeGroups>(&body)) {
     produce([&](std::int64_t now, ProducerActions& out) {
-      producer_->signal(now, incarnation, free->sync_id, from.id, free->groups, out);
+      producer_->signal(now, incarnation, free->sync_id, from.id, free->groups, out, true);
+    });
+  } else if (auto* leave = std::get_if<LeaveLanes>(&body)) {
+    produce([&](std::int64_t now, ProducerActions& out) {
+      producer_->leave_lanes(now, incarnation, leave->sync_id, from.id, out);
     });
   } else if (auto* failed = std::get_if<SyncFailed>(&body)) {
     if (sender_) {

@@ -124,6 +124,10 @@ void SimWorker::recovery_reserved(std::uint32_t producer, const Status& status) 
   drive([&](std::int64_t now, ConsumerActions& out) {
     machine_.recovery_reserved(now, producer, status, out);
   });
+  const EndpointId endpoint = endpoint_to(producer);
+  if (status.ok() || endpoint == 0 || down_) return;
+  transport_->close(endpoint);
+  on_closed(endpoint, status);
 }
 
 void SimWorker::tick() {
@@ -483,6 +487,15 @@ void SimWorker::perform(const consumer_action::SendSignals& action) {
   world_.maybe_again([this, endpoint, header, payload] {
     if (!down_) (void)transport_->send(endpoint, header, payload.data(), payload.size()).ok();
   });
+}
+
+void SimWorker::perform(const consumer_action::LeaveLanes& action) {
+  world_.trace("leave_lanes", consumer_, action.producer);
+  const LeaveLanes leave{action.sync_id};
+  world_.maybe_again([this, to = action.producer, leave] {
+    if (!down_) send({Role::kTrainer, to}, leave);
+  });
+  send({Role::kTrainer, action.producer}, leave);
 }
 
 void SimWorker::perform(const consumer_action::UpdateDone& action) {

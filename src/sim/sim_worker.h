@@ -62,6 +62,7 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   void perform(const consumer_action::StartPost& action);
   void perform(const consumer_action::StartCommit& action);
   void perform(const consumer_action::SendSignals& action);
+  void perform(const consumer_action::LeaveLanes& action);
   void perform(const consumer_action::UpdateDone& action);
   void perform(const consumer_action::FinishDone& action);
   void perform(const consumer_action::ReportFailure& action);

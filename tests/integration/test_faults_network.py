@@ -1,9 +1,12 @@
-"""Control connections that are slow, silent or cut: a proxy between a worker and the hub."""
+"""Control connections that are slow, silent or cut: a proxy between a worker and the hub. Hot connections that break."""
 
 # ctest-timeout: 300
 # ctest-processors: 2
 
 import contextlib
+import ctypes
+import errno
+import os
 import queue
 import random
 import socket
@@ -147,6 +150,54 @@ class Network(FaultTest):
     def test_silent(self):
         """Nothing passes any more, and nobody closes: found within dead_after, on both sides."""
         self.lose_worker(lambda: self.proxy.passing.clear(), "control connection silent")
+
+
+def cut_unix_connection(pid, to):
+    """Ends the process's connection to the unix socket whose path ends with `to`, under the feet of both ends."""
+    pidfd_getfd = 438  # no libc of today has a function for it
+    libc = ctypes.CDLL(None, use_errno=True)
+    process = os.pidfd_open(pid)
+    found = 0
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        copy = libc.syscall(pidfd_getfd, process, int(name), 0)
+        if copy < 0:
+            if (error := ctypes.get_errno()) in (errno.EPERM, errno.ENOSYS):
+                raise unittest.SkipTest(f"descriptors of other processes cannot be had here: {os.strerror(error)}")
+            continue
+        try:
+            end = socket.socket(fileno=copy)
+        except OSError:  # no socket
+            os.close(copy)
+            continue
+        with end, contextlib.suppress(OSError):
+            if end.family == socket.AF_UNIX and str(end.getpeername()).endswith(to):
+                end.shutdown(socket.SHUT_RDWR)
+                found += 1
+    os.close(process)
+    return found
+
+
+class HotConnection(FaultTest):
+    def test_cut_while_replicas_share_slots(self):
+        """Worker 1 pulls the rest from trainer 0, worker 0 goes on without it at trainer 1, and the next sync is as planned."""
+        for path in ("packed", "mapped"):
+            with self.subTest(path):
+                self.launch(4, "--transport", "shm", "--path", path, "--publish", "gather", trainer="fsdp=2", inference="replicas=2",
+                            workers=2, faults={"worker 1": "announce@worker.transferring/2:1"})
+                undisturbed = self.expect_sync()
+                self.next_sync()
+                at = self.announced("worker.transferring")
+                self.assertEqual(cut_unix_connection(at.pid, "/trainer-1.sock"), 1)
+                cut = time.monotonic()
+                at.go()
+                line = self.sync_line()
+                self.check_sync(line, 2)
+                self.assertLessEqual(line.at - cut, undisturbed + 5 * SLOWNESS)
+                self.measured(f"{path}, hot connection cut: both workers have the sync after", line.at - cut)
+                for _ in range(2):
+                    self.expect_sync()
+                self.end()
+                self.assert_nothing_left()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@
 // What each name stands for is in README.md. The lines that begin with "mirrors" are checked against the sources.
 //
 // mirrors src/protocol/consumer_machine.cc: issue reroute send_recovery take_over_from resolve_stranded next_seq
+// mirrors src/protocol/consumer_machine.cc: leave_lanes reads_from
+// mirrors src/protocol/producer_machine.cc: left
 // mirrors src/protocol/consumer_machine.cc: away kWaiting kAsked kTransferring kStranded kLanded transfer_done
 // mirrors src/protocol/producer_machine.cc: try_pack pack_done arrived packs serves readers
 // mirrors src/protocol/consumer_machine.h: producer_lost producer_unreachable
@@ -31,10 +33,6 @@
 #define UNREACHABLE 0  // how often a consumer may lose its connection to a producer that lives
 #endif
 
-#ifndef SIGNALLED_ARRIVES
-#define SIGNALLED_ARRIVES 0  // whether a meeting goes on without a sharer that has signalled the group: not in the code
-#endif
-
 // The guards, and the planted bugs that take one away each.
 #ifdef BUG_RECOVERY_RING_OF_K
 #define lane_slots K
@@ -56,6 +54,11 @@
 #else
 #define TAKES_OVER_ASKED true
 #endif
+#ifdef BUG_NOBODY_LEAVES
+#define LEAVES false
+#else
+#define LEAVES true
+#endif
 
 #define BIT(n) (1 << (n))
 #define PLACE(c, q) ((c) * CHUNKS + (q))
@@ -75,6 +78,7 @@ typedef Run { mtype state = waiting; byte producer, ring, seq };
 Run run_of[C * CHUNKS];  // by PLACE
 byte next[C];            // the next chunk to issue
 byte away[C];            // producers, one bit each
+byte left[C];            // those that know it, and do not wait for its pulls any more
 byte next_seq[RINGS];    // of recovery rings
 byte lost_connections;
 
@@ -88,8 +92,8 @@ byte serves[RINGS];           // seqs that were served, one bit each
 #define PRODUCER_OF(r) ((r) < P -> (r) : ((r) - P) / C)
 
 #define ASKS(c, q, r) (run_of[PLACE(c, q)].state == asked && run_of[PLACE(c, q)].ring == (r))
-// All live sharers have arrived; a recovery ring has one.
-#define HERE(c, q, r) (ASKS(c, q, r) || (SIGNALLED_ARRIVES && run_of[PLACE(c, q)].state == landed))
+// All live sharers have arrived, or have left the lane; a recovery ring has one.
+#define HERE(c, q, r) (ASKS(c, q, r) || (left[c] & BIT(r)))
 #define arrived(q, r) ((r) >= P || (HERE(0, q, r) && HERE(C - 1, q, r)))
 
 // The pull's own pack is under way.
@@ -218,6 +222,14 @@ end:
   od
 }
 
+// reads_from: of the regular ring (K is 1 or 2 here)
+#ifdef BUG_LEAVES_WHILE_READING
+#define reads_from(c, p) false
+#else
+#define reads_from(c, p) ((readers[(p) * SLOTS] | readers[(p) * SLOTS + K - 1]) & BIT(c))
+#endif
+#define MAY_LEAVE(c, p) (LEAVES && (away[c] & BIT(p)) && !((left[c] | dead) & BIT(p)) && !reads_from(c, p))
+
 #define HEARS(c, p) (!(away[c] & BIT(p)) && ((dead & BIT(p)) || lost_connections < UNREACHABLE))
 
 proctype Links(byte c) {
@@ -237,6 +249,14 @@ end:
          take_over_from(c, p);
          k = 0; n = 0; p = 0;
        }
+     }
+  :: atomic {  // leave_lanes
+       if
+       :: MAY_LEAVE(c, 0) -> p = 0
+       :: P > 2 && MAY_LEAVE(c, P - 2) -> p = P - 2
+       fi;
+       left[c] = left[c] | BIT(p);
+       p = 0;
      }
   od
 }

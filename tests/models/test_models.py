@@ -38,6 +38,7 @@ HOLDS = [
     ("takeover", {"CHUNKS": 5}, ENDS),
     ("takeover", {"UNREACHABLE": 1}, ENDS),
     ("takeover", {"C": 2, "P": 2, "CHUNKS": 3}, ENDS),
+    ("takeover", {"C": 2, "P": 2, "CHUNKS": 3, "UNREACHABLE": 2}, ENDS),
 ]
 
 # (model, planted bug, defines, how, what spin must find)
@@ -68,6 +69,8 @@ PLANTED = [
     ("takeover", "BUG_REROUTE_IN_REGULAR_LANE", {}, ENDS, ASSERTION),
     ("takeover", "BUG_STRANDED_FOR_GOOD", {}, ENDS, STUCK),
     ("takeover", "BUG_FORGETS_WHAT_IT_ASKED", {}, ENDS, STUCK),
+    ("takeover", "BUG_NOBODY_LEAVES", {"C": 2, "P": 2, "CHUNKS": 3, "UNREACHABLE": 1}, ENDS, STUCK),
+    ("takeover", "BUG_LEAVES_WHILE_READING", {"C": 2, "P": 2, "CHUNKS": 3, "UNREACHABLE": 1}, ENDS, ASSERTION),
 ]
 
 # What the code does not promise: README.md, "Known gaps". A gap that is closed is to be taken off this list.
@@ -75,7 +78,6 @@ GAPS = [
     ("barrier", {"SYNCS": 1, "UP_ANY_TIME": 1}, FAIR, ENDLESS),
     ("commit", {"HOOK_FAILS": 1}, ENDS, ASSERTION),
     ("commit", {"SILENCES": 1}, ENDS, ASSERTION),
-    ("takeover", {"C": 2, "P": 2, "CHUNKS": 3, "UNREACHABLE": 1}, ENDS, STUCK),
 ]
 
 

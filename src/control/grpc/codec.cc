@@ -151,6 +151,7 @@ struct Writer {
     w.set_sync_id(m.sync_id);
     w.mutable_groups()->Assign(m.groups.begin(), m.groups.end());
   }
+  void operator()(const LeaveLanes& m) const { out.mutable_leave_lanes()->set_sync_id(m.sync_id); }
   void operator()(const RankEnded& m) const {
     v1::RankEnded& w = *out.mutable_rank_ended();
     w.set_sync_id(m.sync_id);
@@ -349,6 +350,8 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
       const v1::FreeAck& w = routed.free_ack();
       return ControlBody(FreeAck{.sync_id = w.sync_id(), .groups = to_list(w.groups())});
     }
+    case R::kLeaveLanes:
+      return ControlBody(LeaveLanes{.sync_id = routed.leave_lanes().sync_id()});
     case R::kRankEnded: {
       const v1::RankEnded& w = routed.rank_ended();
       return ControlBody(RankEnded{.sync_id = w.sync_id(),

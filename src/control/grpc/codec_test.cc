@@ -82,6 +82,7 @@ std::vector<ControlBody> samples() {
       SyncBegan{.sync_id = 26},
       TimelineReport{.sync_id = 27, .timeline = some_bytes()},
       MateListens{.address = "/fleet/worker-1-00000007.sock"},
+      LeaveLanes{.sync_id = 28},
   };
 }
 
