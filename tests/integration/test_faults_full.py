@@ -42,6 +42,17 @@ class Ranks(test_faults_trainers.KilledRank):
                         self.kill_at(point, transport, path, layout, taken_over)
 
 
+class StoppedTrainers(test_faults_trainers.StoppedTrainer):
+    def test_longer_than_dead_after(self):
+        for transport, path in ways("shm packed", "cma direct", "tcp packed"):
+            for name, point in self.POINTS:
+                if point != "rank.packing" or path == "packed":
+                    self.longer_at(name, point, transport, path)
+            for point in RANK_POINTS:
+                if point != "rank.packing" or path == "packed":
+                    self.taken_over_at(point, transport, path)
+
+
 class Soak(test_faults_soak.Soak):
     def test_random_kills(self):
         self.soak_ways(*EVERY_WAY)
