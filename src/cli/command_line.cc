@@ -678,6 +678,8 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
   add_process(*worker_app, worker.process);
   add_fleet(*worker_app, worker.fleet);
   add_recordings(*worker_app, worker.recordings);
+  worker_app->add_flag("--enable-eplb", worker.enable_eplb,
+                       "The engine moves experts between slots at run time: refused, as a plan fixes the slot of each");
   worker_app->add_flag("--verify", worker.verify,
                        "After each sync load the parameters a second time and compare all bytes");
   worker_app->add_option("--dump", worker.dump, "Write worker-<id>.safetensors here at the end")

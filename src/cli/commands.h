@@ -124,6 +124,7 @@ struct WorkerArguments {
   ProcessArguments process;
   std::uint32_t id = 0;
   std::vector<std::string> recordings;  // as of plan, or this worker's alone
+  bool enable_eplb = false;
   bool verify = false;
   std::string dump;
   std::string trace;  // a file, or empty

@@ -54,6 +54,7 @@ class WorkerRun {
                                                 .pull_split = arguments_.fleet.pull_split,
                                                 .path = arguments_.fleet.path,
                                                 .apply = arguments_.fleet.apply,
+                                                .enable_eplb = arguments_.enable_eplb,
                                                 .bake = {},
                                                 .recording = recording_,
                                                 .trace_file = arguments_.trace},

@@ -568,6 +568,7 @@ void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
   if (done.status.ok()) ready_workers.insert(consumer);
   {
     MutexLock lock(mutex);
+    joined_workers.insert(consumer);
     workers_done[consumer] = done;
     if (done.status.ok()) ++times_joined;
     wake.notify_all();

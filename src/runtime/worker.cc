@@ -45,6 +45,18 @@ Status check_options(const WorkerOptions& options) {
   return {};
 }
 
+// A plan knows where each expert lies; nobody tells it when that changes.
+Status check_experts(const WorkerOptions& options) {
+  if (options.enable_eplb == false) return {};
+  const std::string what =
+      options.enable_eplb ? "the engine moves experts at run time (enable_eplb), which is not supported"
+                          : "whether the engine moves experts at run time is not known (enable_eplb)";
+  return Status(StatusCode::kUnimplemented,
+                what + ": the plan fixes the slot of each expert, and once they have moved a sync would load "
+                       "weights into the slots of others. Turn it off in the engine",
+                {.reason = Reason::kBadArgument});
+}
+
 // The first difference between a recording's names, modules and parameters and the model's, or OK.
 Status check_recording(const Recording& recording, const Model& model,
                        const std::vector<TensorMeta>& metadata) {
@@ -712,7 +724,8 @@ Result<std::unique_ptr<Worker>> Worker::connect(const WorkerOptions& options, Mo
   Impl& worker = *impl;
   std::unique_ptr<Worker> owner(new Worker(std::move(impl)));
   SHARDPULL_RETURN_IF_ERROR(worker.start());
-  Status status = worker.join();
+  Status status = check_experts(options);  // the fleet is told, as of all that follows
+  if (status.ok()) status = worker.join();
   if (status.ok()) status = worker.meet_mates();
   if (status.ok()) status = worker.make_plan();
   if (status.ok()) status = worker.reserve();

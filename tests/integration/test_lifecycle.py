@@ -181,6 +181,18 @@ class ByHand(FleetTest):
             self.assertRegex(outcome.err, "other settings than trainer 0: .*--syncs 2 .*--syncs 3")
         self.assert_nothing_left()
 
+    def test_case_040_an_engine_that_moves_experts(self):
+        """A plan fixes the slot of each expert: the worker is refused at init, and the sender ends with its reason."""
+        stray = self.worker(1, "--enable-eplb")
+        runs = [self.worker(0), self.trainer(1), self.trainer(0)]
+        outcome = stray.finish(timeout=30)
+        self.assertEqual(outcome.code, 1)
+        self.assertRegex(outcome.err, r"^error: worker 1: the engine moves experts at run time \(enable_eplb\).*\n$")
+        others = [running.finish(timeout=30) for running in runs]
+        self.assertEqual([other.code for other in others], [1, 1, 1])
+        self.assertIn("worker 1: the engine moves experts at run time", others[2].err)
+        self.assert_nothing_left()
+
     def test_directory_is_good_again_after_a_kill(self):
         """What killed processes leave in the fleet's directory does not disturb the next fleet there."""
         runs = [self.worker(0), self.worker(1), self.trainer(1, *FOREVER), self.trainer(0, *FOREVER)]
