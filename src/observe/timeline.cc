@@ -135,7 +135,7 @@ std::string Causes::of(const ProcessTimeline& worker, const Segment& waiting) co
   if (waiting.span == kNoSpan || worker.timeline.spans[waiting.span].peer == kNoPeer) return "";
   const std::string trainer = to_string(Member{Role::kTrainer, worker.timeline.spans[waiting.span].peer});
   const auto rank = ranks_.find(worker.timeline.spans[waiting.span].peer);
-  if (rank == ranks_.end()) return trainer;
+  if (rank == ranks_.end()) return trainer + ": its timeline has not come";
   // From the worker's clock to the sender's, and on to the rank's.
   const std::int64_t shift = worker.clock.value_or(ClockOffset()).offset_ns - rank->second.offset_ns;
   const std::int64_t begin_ns = waiting.begin_ns + shift, end_ns = waiting.end_ns + shift;

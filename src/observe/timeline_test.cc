@@ -98,7 +98,7 @@ TEST(Causes, AWaitIsTracedThroughTheClocks) {
   EXPECT_EQ(cause(60, 250), "trainer 1: credit wait, group 5");
   EXPECT_EQ(cause(140, 210), "trainer 1: pack, chunk 9");
   EXPECT_EQ(cause(260, 300), "trainer 1: the way there and back");
-  EXPECT_EQ(cause(0, 10, 1), "trainer 6");
+  EXPECT_EQ(cause(0, 10, 1), "trainer 6: its timeline has not come");
   EXPECT_EQ(causes.of(worker, {0, 10, Phase::kTransfer, kNoSpan}), "");
 }
 

@@ -985,9 +985,9 @@ void Trainer::Impl::trace_sync(std::int64_t started_ns, std::uint64_t version,
   window.end_ns = now;
   if (open.trace && !sender) send(kSender, TimelineReport{open.sync_id, encode_timeline(timeline)});
   if (!trace) return;
-  std::vector<Member> others;
-  const auto add = [&](const Member& member) {  // who is gone tells nothing
-    if (sender && member != kSender && control->clock_offset(member)) others.push_back(member);
+  std::vector<Member> others, gone;
+  const auto add = [&](const Member& member) {  // who is gone tells nothing, and is not waited for
+    if (sender && member != kSender) (control->clock_offset(member) ? others : gone).push_back(member);
   };
   for (std::uint32_t other = 0; other < options.world_size; ++other) add({Role::kTrainer, other});
   for (const std::uint32_t consumer : open.live_consumers) add({Role::kWorker, consumer});
@@ -997,7 +997,7 @@ void Trainer::Impl::trace_sync(std::int64_t started_ns, std::uint64_t version,
                  .end_ns = now,
                  .summary = outcome.ok() ? summary_line(*outcome) : outcome.status().to_string(),
                  .processes = {{{Role::kTrainer, options.rank}, timeline, ClockOffset()}},
-                 .missing = {}},
+                 .missing = std::move(gone)},
                 others, [this](const Member& member) { return control->clock_offset(member); });
 }
 

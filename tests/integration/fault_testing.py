@@ -158,14 +158,15 @@ class FaultTest(FleetTest):
         self.addCleanup(self.shut)
 
     def launch(self, syncs, *flags, trainer="pp=2", inference="replicas=4", ranks=2, workers=4, on_loss="continue", faults=None,
-               rendezvous=None, via=None, connect_timeout=30, more=lambda: None):
+               rendezvous=None, via=None, connect_timeout=30, more=lambda: None, own_flags=None):
         """Starts a fleet; its sender waits before each sync. `faults`: by process name, SHARDPULL_FAULT. `via`: by worker number,
-        another rendezvous. `more` starts what else there is before anybody has joined."""
+        another rendezvous. `more` starts what else there is before anybody has joined. `own_flags`: by process name, flags of
+        it alone."""
         self.shut()
         self.fleet = self.directory / f"fleet{time.monotonic_ns()}"
         self.fleet.mkdir(mode=0o700)
         self.told = Announcements(self.fleet / "told")
-        self.faults = faults or {}
+        self.faults, self.own_flags = faults or {}, own_flags or {}
         self.layout = ["--trainer", trainer, "--inference", inference, "--model", self.model, "--fleet-dir", self.fleet,
                        "--heartbeat", f"{int(HEARTBEAT * 1000)}ms", "--dead-after", f"{int(DEAD_AFTER * 1000)}ms",
                        "--connect-timeout", f"{connect_timeout * SLOWNESS}s", "--verify", *flags]
@@ -189,7 +190,7 @@ class FaultTest(FleetTest):
         environment = {"SHARDPULL_TOKEN": "0123456789abcdef", "SHARDPULL_FAULT_SOCKET": str(self.fleet / "told")}
         if fault:
             environment["SHARDPULL_FAULT"] = fault
-        self.processes[name] = Process(name, self.start(*words, *self.layout, environment=environment))
+        self.processes[name] = Process(name, self.start(*words, *self.layout, *self.own_flags.get(name, ()), environment=environment))
         return self.processes[name]
 
     def start_worker(self, number, fault=None, name=None):
