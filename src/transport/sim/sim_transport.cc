@@ -112,6 +112,22 @@ struct SimNet::State {
     post(*peer->second, endpoint.last_due_ns, std::move(event));
   }
 
+  // What is under way to the endpoint, and was not read by its owner, arrives at `until_ns` or later.
+  void hold(Node& node, EndpointId id, std::int64_t until_ns) SHARDPULL_REQUIRES(mutex) {
+    Inbox held;
+    for (auto it = node.inbox.begin(); it != node.inbox.end() && it->first.first < until_ns;) {
+      const bool sent = it->second.endpoint == id && it->second.kind != Event::Kind::kRead;
+      const auto next = std::next(it);
+      if (sent) {
+        auto event = node.inbox.extract(it);
+        event.key().first = until_ns;
+        held.insert(std::move(event));
+      }
+      it = next;
+    }
+    node.inbox.merge(held);
+  }
+
   void close(Node& node, EndpointId id, const Status& why) SHARDPULL_REQUIRES(mutex) {
     const auto it = node.endpoints.find(id);
     if (it == node.endpoints.end()) return;
@@ -463,10 +479,12 @@ void SimNet::hold(const std::string& name, std::int64_t until_ns) {
     if (node->name != name) continue;
     for (auto& [id, endpoint] : node->endpoints) {
       endpoint.last_due_ns = std::max(endpoint.last_due_ns, until_ns);
+      state_->hold(*node, id, until_ns);
       const auto peer = state_->node_of.find(endpoint.peer);
       if (peer == state_->node_of.end()) continue;
       Endpoint& theirs = peer->second->endpoints.at(endpoint.peer);
       theirs.last_due_ns = std::max(theirs.last_due_ns, until_ns);
+      state_->hold(*peer->second, endpoint.peer, until_ns);
     }
   }
 }
