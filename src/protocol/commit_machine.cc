@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "base/plants.h"
 #include "protocol/wording.h"
 
 namespace shardpull {
@@ -24,6 +25,7 @@ struct CommitMachine::State {
   Status why;                        // aborted, deciding: what began it
   std::uint64_t last_committed = 0;  // of all syncs
   std::uint64_t fenced_through = 0;  // syncs up to this one that had not started here will not be committed
+  std::uint32_t fenced_by = 0;       // the mate that was promised so
 
   // Deciding.
   std::uint32_t round = 0;
@@ -108,16 +110,15 @@ CommitMachine::~CommitMachine() = default;
 Status CommitMachine::start(std::uint64_t sync_id) {
   State& s = *state_;
   if (s.stage == State::Stage::kDeciding) {
-    return wrong_state(
-        fmt::format("{}: sync {} while it asks its mates how sync {} ended", s.me(), sync_id, s.sync_id),
-        Fault::kPeer);
+    return Status(StatusCode::kFailedPrecondition,
+                  fmt::format("{}: sync {} while it asks its mates how sync {} ended", s.me(), sync_id, s.sync_id),
+                  s.why.info());
   }
   if (sync_id <= s.fenced_through) {
-    return wrong_state(
-        fmt::format("{}: a mate that has lost the sender was promised that sync {} will not be "
-                    "committed",
-                    s.me(), sync_id),
-        Fault::kPeer);
+    return peer_error(StatusCode::kFailedPrecondition, worker_name(s.fenced_by),
+                      fmt::format("{}: {} has lost {}, and was promised that sync {} will not be committed",
+                                  s.me(), worker_name(s.fenced_by), trainer_name(0), sync_id),
+                      Reason::kPeerLost);
   }
   s.sync_id = sync_id;
   s.stage = State::Stage::kUpdating;
@@ -150,9 +151,13 @@ Status CommitMachine::finish(std::uint64_t sync_id, CommitActions& out) {
     case State::Stage::kCommitted:
       return {};
     case State::Stage::kDeciding:
-      return wrong_state(
-          fmt::format("{}: sync {} is being decided by its mates: {}", s.me(), sync_id, s.why.message()),
-          Fault::kPeer);
+      if (SHARDPULL_PLANT("asked-is-not-fenced")) {
+        s.commit(out);
+        return {};
+      }
+      return Status(StatusCode::kFailedPrecondition,
+                    fmt::format("{}: sync {} is being decided by its mates: {}", s.me(), sync_id, s.why.message()),
+                    s.why.info());
     case State::Stage::kAborted:
       return s.why;
     case State::Stage::kNone:
@@ -169,6 +174,7 @@ bool CommitMachine::heeds_failure(std::uint64_t sync_id) const {
 void CommitMachine::sender_lost(std::int64_t now_ns, const Status& why, CommitActions& out) {
   State& s = *state_;
   if (s.stage == State::Stage::kUpdating) s.abort(why, out);
+  if (s.stage == State::Stage::kPrepared && SHARDPULL_PLANT("aborts-without-asking")) s.abort(why, out);
   if (s.stage == State::Stage::kPrepared) s.decide(now_ns, why, out);
   if (s.stage == State::Stage::kCommitted && !s.told) s.tell(now_ns, out);
 }
@@ -178,6 +184,7 @@ void CommitMachine::asked(std::int64_t now_ns, std::uint32_t mate, std::uint64_t
   State& s = *state_;
   if (sync_id > s.sync_id) {
     s.fenced_through = std::max(s.fenced_through, sync_id);
+    s.fenced_by = mate;
     out.push_back(AnswerMate{mate, sync_id, round, CommitWord::kAborted});
     return;
   }

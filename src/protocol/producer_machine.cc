@@ -1341,7 +1341,7 @@ void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const
               fmt::format("consumer {} is not within 0..{}", pull.consumer, s.tables.num_consumers - 1));
   }
   Consumer& consumer = s.consumers[pull.consumer];
-  if (consumer.incarnation != 0 && incarnation != consumer.incarnation) {
+  if (consumer.incarnation != 0 && incarnation != consumer.incarnation && !SHARDPULL_PLANT("any-life-will-do")) {
     ++s.drops.stale_incarnation;
     return no(StatusCode::kUnauthenticated,
               fmt::format("a pull of another life of {} ({:016x}, not {:016x})", worker_name(pull.consumer),
@@ -1451,7 +1451,7 @@ void ProducerMachine::signal(std::int64_t now_ns, std::uint64_t incarnation, std
   }
   Consumer& state = s.consumers[consumer];
   if (state.incarnation == 0) state.incarnation = incarnation;  // takes nothing here: known by its signals
-  if (incarnation != state.incarnation) {
+  if (incarnation != state.incarnation && !SHARDPULL_PLANT("old-lives-are-heard")) {
     ++s.drops.stale_incarnation;
     return;
   }

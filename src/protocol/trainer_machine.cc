@@ -158,7 +158,8 @@ namespace {
 
 enum class SyncPhase : std::uint8_t { kIdle, kStarting, kUpdating, kFinishing, kDraining };
 
-// A consumer's place in the sync. kOver: it has answered a failure, and nothing more is expected of it.
+// A consumer's place in the sync. kOver: it has answered a failure, and nothing more is expected of it. kLeaving: it
+// has ended with a mate that has lost the sender, whose own loss is awaited.
 enum class Progress : std::uint8_t {
   kAbsent,
   kStarting,
@@ -168,6 +169,7 @@ enum class Progress : std::uint8_t {
   kFinishing,
   kFinished,
   kOver,
+  kLeaving,
   kLost
 };
 enum class RankProgress : std::uint8_t { kOpened, kBegan, kEnded, kLost };
@@ -212,6 +214,7 @@ struct SenderMachine::State {
   }
 
   void advance(std::int64_t now_ns, SenderActions& out) {
+    if (!none(Progress::kLeaving) && phase != SyncPhase::kDraining) return;
     if (phase == SyncPhase::kStarting && none(Progress::kStarting)) {
       phase = SyncPhase::kUpdating;
       since_ns = now_ns;
@@ -232,7 +235,7 @@ struct SenderMachine::State {
     return std::all_of(consumers.begin(), consumers.end(),
                        [](Progress p) {
                          return p == Progress::kAbsent || p == Progress::kLost || p == Progress::kOver ||
-                                p == Progress::kFinished;
+                                p == Progress::kLeaving || p == Progress::kFinished;
                        }) &&
            none(RankProgress::kOpened) && none(RankProgress::kBegan);
   }
@@ -256,7 +259,8 @@ struct SenderMachine::State {
       if (ranks[r] != RankProgress::kLost) out.push_back(FailRank{r, why});
     }
     for (std::uint32_t c = 0; c < consumers.size(); ++c) {
-      if (in_sync(consumers[c]) && consumers[c] != Progress::kOver) out.push_back(FailConsumer{c, why});
+      const bool ended = consumers[c] == Progress::kOver || consumers[c] == Progress::kLeaving;
+      if (in_sync(consumers[c]) && !ended) out.push_back(FailConsumer{c, why});
     }
     advance(now_ns, out);
   }
@@ -270,6 +274,22 @@ struct SenderMachine::State {
     place = to;
     since_ns = now_ns;
     return true;
+  }
+
+  // Whether a worker reports that it has left the sync because a mate has lost the sender, which may not know it yet.
+  // That is no failure of the others': the hub is about to tell whose loss it is. True: it is waited for.
+  bool leaves(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t id, const Status& why) {
+    if (!running(id) || consumer >= consumers.size() || !in_sync(consumers[consumer]) ||
+        why.info().reason != Reason::kPeerLost)
+      return false;
+    const std::uint32_t first = consumer / replica() * replica();
+    for (std::uint32_t c = first; c < std::min<std::size_t>(first + replica(), consumers.size()); ++c) {
+      if (c == consumer || why.info().peer != worker_name(c)) continue;
+      consumers[consumer] = Progress::kLeaving;
+      since_ns = now_ns;
+      return true;
+    }
+    return false;
   }
 
   void fail_for(std::int64_t now_ns, const Member& who, const Status& why, SenderActions& out) {
@@ -373,6 +393,7 @@ void SenderMachine::rank_began(std::int64_t now_ns, std::uint32_t rank, std::uin
 void SenderMachine::update_started(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id,
                                    const Status& status, SenderActions& out) {
   State& s = *state_;
+  if (!status.ok() && s.leaves(now_ns, consumer, sync_id, status)) return s.advance(now_ns, out);
   if (!status.ok()) {
     // It refused: it is not in the sync, and will not answer a failure.
     if (!s.report(now_ns, consumer, sync_id, {Progress::kStarting}, Progress::kOver)) return;
@@ -385,6 +406,7 @@ void SenderMachine::update_started(std::int64_t now_ns, std::uint32_t consumer, 
 void SenderMachine::prepared(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id,
                              const Status& status, SenderActions& out) {
   State& s = *state_;
+  if (!status.ok() && s.leaves(now_ns, consumer, sync_id, status)) return s.advance(now_ns, out);
   if (!status.ok()) {
     if (!s.report(now_ns, consumer, sync_id,
                   {Progress::kStarting, Progress::kStarted, Progress::kUpdating, Progress::kPrepared,
@@ -401,6 +423,7 @@ void SenderMachine::prepared(std::int64_t now_ns, std::uint32_t consumer, std::u
 void SenderMachine::finished(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id,
                              const Status& status, SenderActions& out) {
   State& s = *state_;
+  if (!status.ok() && s.leaves(now_ns, consumer, sync_id, status)) return s.advance(now_ns, out);
   if (!s.report(now_ns, consumer, sync_id, {Progress::kFinishing},
                 status.ok() ? Progress::kFinished : Progress::kOver))
     return;
@@ -427,6 +450,7 @@ void SenderMachine::failed(std::int64_t now_ns, const Member& from, std::uint64_
   if (from.role == Role::kWorker && (from.id >= s.consumers.size() || !s.in_sync(s.consumers[from.id])))
     return;
   if (from.role == Role::kTrainer && from.id >= s.ranks.size()) return;
+  if (from.role == Role::kWorker && s.leaves(now_ns, from.id, sync_id, why)) return s.advance(now_ns, out);
   s.fail_for(now_ns, from, why, out);
 }
 
@@ -496,6 +520,9 @@ void SenderMachine::tick(std::int64_t now_ns, SenderActions& out) {
                             count_noun("trainer", State::members(s.ranks, RankProgress::kOpened))));
   }
   if (now_ns - s.since_ns < limit) return;
+  if (const auto leaving = State::members(s.consumers, Progress::kLeaving); !leaving.empty())
+    return late(fmt::format("{} left with a mate that had lost this trainer, and none is lost",
+                            count_noun("worker", leaving)));
   switch (s.phase) {
     case SyncPhase::kStarting:
       return late(fmt::format("start_update of {}",

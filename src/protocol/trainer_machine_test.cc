@@ -517,6 +517,53 @@ TEST(SenderLoss, TheSyncGoesOnWithoutTheReplicaAndNamesTheLost) {
   EXPECT_THAT(b.done().dropped_consumers, ElementsAre(3u));
 }
 
+// A worker whose link has broken asks its mates how the sync ended, perhaps before its loss is known here: that they
+// leave the sync with it is no failure of the others'.
+TEST(SenderLoss, AMateThatLeavesWithOneThatHasLostTheSenderReportsALoss) {
+  const Status asked(StatusCode::kUnavailable, "worker 2 has lost trainer 0 and asks how sync 1 ended",
+                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = "worker 2"});
+  for (int how = 0; how < 4; ++how) {
+    SCOPED_TRACE(how);
+    SenderBench b;
+    b.begin(1);
+    if (how == 0) {
+      b.machine.update_started(0, 3, 1, asked, b.out);
+      b.all_began();
+      b.started(0);
+      b.started(1);
+    } else if (how == 3) {
+      b.to_finishing();
+      b.finished(3, asked);
+    } else {
+      b.to_updating();
+      if (how == 1) b.prepared(3, asked);
+      if (how == 2) b.machine.failed(0, {Role::kWorker, 3}, 1, asked, b.out);
+    }
+    EXPECT_EQ(b.count<FailRank>(), 0u);
+    if (how == 1) {
+      SenderBench unheard;
+      unheard.begin(1);
+      unheard.to_updating();
+      unheard.prepared(3, asked);
+      for (const std::uint32_t c : {0u, 1u, 2u}) unheard.prepared(c);
+      for (const std::uint32_t r : {0u, 1u}) unheard.ended(r);
+      EXPECT_EQ(unheard.count<Finish>(), 0u) << "worker 2's loss is awaited";
+    }
+    b.machine.consumer_lost(0, 2, kBroken, b.out);  // by now the hub knows
+    if (how != 3) {
+      b.prepared(0);
+      b.prepared(1);
+      b.ended(0);
+      b.ended(1);
+    }
+    b.finished(0);
+    b.finished(1);
+    EXPECT_EQ(b.done().status, Status());
+    EXPECT_THAT(b.done().lost_consumers, ElementsAre(2u));
+    EXPECT_THAT(b.done().dropped_consumers, ElementsAre(3u));
+  }
+}
+
 TEST(SenderLoss, IsNoticedInEveryPhase) {
   for (int phase = 0; phase < 3; ++phase) {
     SCOPED_TRACE(phase);

@@ -48,6 +48,8 @@ void ReplicaLink::worker_up(std::uint32_t worker, Incarnation incarnation) {
   if (mate.incarnation != incarnation) {
     if (mate.endpoint != 0) progress_.transport().close(mate.endpoint);
     to_mates_.erase(mate.endpoint);
+    // Whoever may have been asked is gone.
+    if (mate.incarnation != 0) unreachable(worker, Status(StatusCode::kUnavailable, "it was started again"));
     mate = Mate{};
     mate.incarnation = incarnation;
   }

@@ -150,6 +150,21 @@ TEST(ReplicaLink, DeadMatesAreNotWaitedFor) {
     EXPECT_THAT(replica.mates[c]->outcome(), ContainsRegex("(no mate has|has not) committed sync 1"));
 }
 
+// It was asked, and is started again before it answers: the life that could have is gone.
+TEST(ReplicaLink, AMateThatIsStartedAgainHasNoAnswer) {
+  Replica replica(2, 60 * kNanosPerSecond);
+  const auto mute = replica.net.open("mute", kToken, 556);
+  const std::string address = *mute->listen();
+  replica.mates[0]->run([&] {
+    replica.mates[0]->link().worker_up(1, 556);
+    replica.mates[0]->link().mate_listens(1, 556, address);
+  });
+  replica.lose_sender(0);
+  replica.mates[0]->run([&] { EXPECT_TRUE(replica.mates[0]->link().deciding()); });
+  replica.mates[0]->run([&] { replica.mates[0]->link().worker_up(1, 777); });
+  EXPECT_THAT(replica.mates[0]->outcome(), HasSubstr("no mate has committed sync 1"));
+}
+
 // A mate of another life than the control channel knows is not believed, nor is one that never said where it
 // listens waited for.
 TEST(ReplicaLink, StrangersHaveNoSay) {

@@ -1,6 +1,7 @@
 #include "sim/fleet.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -173,7 +174,7 @@ void Fleet::note_before() {
     const ConsumerMachine& machine = workers_[c]->machine();
     const bool busy = machine.state() == WorkerState::kUpdating || machine.state() == WorkerState::kPrepared ||
                       machine.state() == WorkerState::kCommitting || machine.in_flight();
-    before_.push_back({lives_[c], machine.modules(), busy});
+    before_.push_back({lives_[c], machine.modules(), busy, workers_[c]->sync_version()});
   }
 }
 
@@ -230,7 +231,6 @@ bool Fleet::sync(std::uint64_t sync_id, std::uint64_t version, std::uint32_t all
   last_steps_ = std::max<std::uint64_t>(world_.steps() - first_step, 50);
   longest_ns_ = std::max(longest_ns_, world_.now_ns() - began_ns);
   check(version, names);
-  last_version_ = version;
   for (auto& trainer : trainers_) {
     if (trainer->ended()) trainer->shutdown();  // its program ends with the error
   }
@@ -238,6 +238,7 @@ bool Fleet::sync(std::uint64_t sync_id, std::uint64_t version, std::uint32_t all
 }
 
 void Fleet::shutdown() {
+  check_commits();
   for (auto& worker : workers_) worker->shutdown();
   for (auto& trainer : trainers_) trainer->shutdown();
 }
@@ -255,6 +256,7 @@ void Fleet::count(SimReport& report) const {
   for (const auto& trainer : trainers_) {
     report.packs += trainer->producer().packs();
     report.kept_early += trainer->producer().drops().kept_early;
+    report.stale_lives += trainer->stale_lives();
   }
   for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
     std::uint32_t& peak = model_.resident[r] ? report.peak_in_place : report.peak_resident;
@@ -266,6 +268,8 @@ void Fleet::count(SimReport& report) const {
       report.mapped_chunks += worker->mapped_chunks();
       report.direct_chunks += worker->direct_chunks();
       report.summed_keys += worker->summed_keys();
+      report.mates_asked += worker->mates_asked();
+      report.mates_committed += worker->mates_committed();
     }
   }
 }
@@ -328,7 +332,7 @@ void Fleet::check_modules(std::uint64_t version, const NameSet& names, bool comm
       const ModuleState was = same ? before_[c].modules[m] : ModuleState{};
       if (state == was) continue;
       if (same && before_[c].busy &&
-          (state.kind != ModuleState::Kind::kCurrent || state.version == last_version_))
+          (state.kind != ModuleState::Kind::kCurrent || state.version == before_[c].version))
         continue;
       if (!same || !model_.touches(c, m, names)) {
         world_.broken("worker {} module {} is {}, was {}, and the sync moves nothing of it", c, m,
@@ -386,6 +390,24 @@ void Fleet::check_success(std::uint64_t version, const SyncOutcome& outcome, con
       world_.broken("worker {} has a version: {}, holds committed ones only: {}", c, held.ok(), clean);
     } else if (held.ok() && *held != version) {
       world_.broken("worker {} holds version {} after a sync of version {}", c, *held, version);
+    }
+  }
+}
+
+// Mates never end with different versions. One that has died has no say: nobody reads what it holds.
+void Fleet::check_commits() {
+  const std::uint32_t replica = model_.tables->num_consumers / model_.tables->num_replicas;
+  std::map<std::pair<std::uint32_t, std::uint64_t>, std::pair<std::uint32_t, bool>> first;  // by replica and sync
+  for (const auto* list : {&workers_, &dead_}) {
+    for (const auto& worker : *list) {
+      if (worker->crashed()) continue;
+      for (const auto& [sync, committed] : worker->decided()) {
+        const auto [mate, fresh] =
+            first.try_emplace({worker->consumer() / replica, sync}, worker->consumer(), committed);
+        if (fresh || mate->second.second == committed) continue;
+        world_.broken("worker {} {} sync {}, and worker {} of its replica did not", worker->consumer(),
+                      committed ? "committed" : "aborted", sync, mate->second.first);
+      }
     }
   }
 }

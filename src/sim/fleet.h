@@ -31,6 +31,7 @@ class Fleet {
             bool last);
   // Whether the sender is gone, and with it the fleet.
   bool over() const { return trainers_[0]->down(); }
+  // After the last sync. The workers of a replica ended every one of them alike.
   void shutdown();
   void count(SimReport& report) const;
 
@@ -39,7 +40,8 @@ class Fleet {
   struct Before {
     std::int64_t life = 0;
     std::vector<ModuleState> modules;
-    bool busy = false;  // still ending the sync before, whose outcome does not depend on it
+    bool busy = false;  // still ending an earlier sync, whose outcome does not depend on it
+    std::uint64_t version = 0;  // of that
   };
 
   void strike(const Fault& fault);
@@ -58,6 +60,7 @@ class Fleet {
   void check_success(std::uint64_t version, const SyncOutcome& outcome, const NameSet& names);
   void check_failure(const Status& why, const NameSet& names);
   void check_drops();
+  void check_commits();
   bool mate_struck(std::uint32_t consumer) const;
 
   World& world_;
@@ -73,7 +76,7 @@ class Fleet {
   std::uint64_t last_steps_ = 300;                   // of the sync before
 
   // The sync at hand.
-  std::uint64_t sync_id_ = 0, last_version_ = 0;
+  std::uint64_t sync_id_ = 0;
   std::vector<bool> called_;  // by trainer
   std::vector<Before> before_;
   Struck struck_;                                          // what is not healed yet, too

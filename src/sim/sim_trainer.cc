@@ -516,6 +516,7 @@ void SimTrainer::on_accepted(EndpointId) {}
 void SimTrainer::check_dropped(const HotHeader& header, std::uint64_t drops_before) {
   const auto life = life_.find(header.consumer);
   if (life == life_.end() || life->second == header.incarnation) return;
+  ++stale_lives_;
   if (producer_->drops().stale_incarnation == drops_before)
     world_.broken("trainer {} takes a message of an old life of worker {}", rank_, header.consumer);
 }

@@ -102,6 +102,7 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
   void crash();
 
   const ProducerMachine& producer() const { return *producer_; }
+  std::uint64_t stale_lives() const { return stale_lives_; }  // messages of workers that had another life by then
   const TrainerMachine& trainer() const { return trainer_; }
 
  private:
@@ -209,6 +210,7 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::uint32_t> packed_;  // (ring, slot) -> chunk
   std::map<std::uint64_t, std::uint32_t> packing_;                           // ticket -> group
 
+  std::uint64_t stale_lives_ = 0;
   std::map<std::uint32_t, Incarnation> life_;    // by worker: the latest that is known to be up
   std::map<std::uint32_t, std::uint64_t> left_;  // by worker: the last sync it left here
   std::map<std::uint32_t, Incarnation> ready_;   // on the sender: workers that have joined

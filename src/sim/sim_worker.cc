@@ -25,6 +25,17 @@ ConsumerConfig consumer_config(const SimModel& model, std::uint32_t consumer) {
   return config;
 }
 
+CommitConfig commit_config(const SimModel& model, std::uint32_t consumer) {
+  CommitConfig config;
+  config.consumer = consumer;
+  const std::uint32_t size = model.tables->num_consumers / model.tables->num_replicas;
+  for (std::uint32_t c = consumer / size * size; c < consumer / size * size + size; ++c) {
+    if (c != consumer) config.mates.push_back(c);
+  }
+  config.answer_within_ns = 3 * kNanosPerSecond;  // beyond what connections are held up for
+  return config;
+}
+
 }  // namespace
 
 SimWorker::SimWorker(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t consumer,
@@ -37,6 +48,7 @@ SimWorker::SimWorker(World& world, const SimModel& model, SlotReaders& readers, 
       plan_(*model.plans[consumer]),
       recording_(model.recordings[consumer]),
       machine_(consumer_config(model, consumer)),
+      commit_(commit_config(model, consumer)),
       transport_(world.net().open(fmt::format("worker-{}", consumer), kSimToken, incarnation())) {
   for (const RecordedParameter& parameter : recording_.parameters) {
     std::uint64_t bytes = element_bytes(parameter.dtype);
@@ -49,6 +61,9 @@ SimWorker::SimWorker(World& world, const SimModel& model, SlotReaders& readers, 
   versions_.assign(model.tables->metadata.size(), 0);
   receive_ring_.assign(plan_.receive_slot_bytes * plan_.ring_depth, kScattered);
   world.add_transport(*transport_, *this);
+  for (const std::uint32_t mate : commit_config(model, consumer).mates) mates_[mate];
+  if (mates_.empty()) return;
+  if (const auto address = transport_->listen(); !address.ok()) world.broken("{}", address.status().to_string());
 }
 
 void SimWorker::start() {
@@ -133,6 +148,7 @@ void SimWorker::recovery_reserved(std::uint32_t producer, const Status& status) 
 void SimWorker::tick() {
   after(kNanosPerSecond, [this] {
     drive([&](std::int64_t now, ConsumerActions& out) { machine_.tick(now, out); });
+    decide([&](std::int64_t now, CommitActions& out) { commit_.tick(now, out); });
     tick();
   });
 }
@@ -514,6 +530,9 @@ void SimWorker::perform(const consumer_action::UpdateDone& action) {
   prepared.sync_id = action.sync_id;
   prepared.status = action.status;
   send(kSender, prepared);
+  commit_.update_done(action.sync_id, action.status);
+  const bool hook = action.status.message().find("post-processing") != std::string::npos;
+  if (!action.status.ok() && !commit_.deciding() && !hook) decided_.emplace(action.sync_id, false);
 }
 void SimWorker::perform(const consumer_action::FinishDone& action) {
   world_.trace("finish_done", consumer_, action.sync_id, action.status.ok());
@@ -529,10 +548,133 @@ void SimWorker::perform(const consumer_action::ReportFailure& action) {
   send(kSender, SyncFailed{action.sync_id, action.status});
 }
 
+// ---- mates --------------------------------------------------------------------------------------
+
+template <typename Event>
+void SimWorker::decide(Event event) {
+  CommitActions actions;
+  event(world_.now_ns(), actions);
+  for (const CommitAction& action : actions) std::visit([&](const auto& one) { perform(one); }, action);
+  exit_when_quiet();
+}
+
+HotHeader SimWorker::to_mate(HotType type, std::uint64_t sync_id, std::uint32_t mate,
+                             std::uint32_t round) const {
+  HotHeader header;
+  header.type = type;
+  header.sync_id = sync_id;
+  header.consumer = consumer_;
+  header.target = mate;
+  header.seq = round;
+  return header;
+}
+
+void SimWorker::unreachable_mate(std::uint32_t mate) {
+  after(1, [this, mate] {
+    decide([&](std::int64_t now, CommitActions& out) { commit_.unreachable(now, mate, out); });
+  });
+}
+
+void SimWorker::ask(Mate& mate) {
+  const std::uint32_t id = mate.asked.mate;
+  if (mate.life == 0) return unreachable_mate(id);
+  if (mate.endpoint == 0) {
+    const auto endpoint = transport_->connect(fmt::format("sim:worker-{}", id), 0);
+    if (!endpoint.ok()) return unreachable_mate(id);
+    mate.endpoint = *endpoint;
+    to_mates_[*endpoint] = id;
+  }
+  const std::vector<std::byte> payload = encode_outcome(static_cast<std::uint8_t>(mate.asked.word));
+  (void)transport_
+      ->send(mate.endpoint, to_mate(HotType::kAsk, mate.asked.sync_id, id, mate.asked.round), payload.data(),
+             payload.size())
+      .ok();
+}
+
+void SimWorker::perform(const commit_action::AskMate& action) {
+  world_.trace("ask_mate", consumer_, action.mate, action.round, static_cast<int>(action.word));
+  ++mates_asked_;
+  Mate& mate = mates_.at(action.mate);
+  mate.asked = action;
+  mate.again = false;
+  ask(mate);
+}
+
+void SimWorker::perform(const commit_action::AnswerMate& action) {
+  world_.trace("answer_mate", consumer_, action.mate, action.round, static_cast<int>(action.word));
+  const std::vector<std::byte> payload = encode_outcome(static_cast<std::uint8_t>(action.word));
+  for (const auto& [endpoint, mate] : from_mates_) {
+    if (mate != action.mate) continue;
+    (void)transport_
+        ->send(endpoint, to_mate(HotType::kOutcome, action.sync_id, action.mate, action.round), payload.data(),
+               payload.size())
+        .ok();
+  }
+}
+
+void SimWorker::perform(const commit_action::Commit& action) {
+  world_.trace("decided", consumer_, action.sync_id);
+  decided_[action.sync_id] = true;
+  if (!told_by_sender_) ++mates_committed_;
+  Status status;
+  drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.finish_update(now, action.sync_id, out); });
+  if (!status.ok()) send(kSender, Finished{action.sync_id, status});
+}
+
+void SimWorker::perform(const commit_action::Abort& action) {
+  world_.trace("abort", consumer_, action.sync_id);
+  decided_.emplace(action.sync_id, false);
+  send(kSender, SyncFailed{action.sync_id, action.why});
+  drive([&](std::int64_t now, ConsumerActions& out) { machine_.fail(now, action.sync_id, action.why, out); });
+}
+
+bool SimWorker::from_mate(EndpointId endpoint, const HotHeader& header, const std::byte* payload) {
+  const auto from = from_mates_.find(endpoint), to = to_mates_.find(endpoint);
+  if (from == from_mates_.end() && to == to_mates_.end()) return false;
+  const auto mate = mates_.find(header.consumer);
+  if (mate == mates_.end() || mate->second.life != header.incarnation) {  // of another life
+    transport_->close(endpoint);
+    return mate_closed(endpoint);
+  }
+  const auto word = decode_outcome(payload, header.length);
+  if (!word.ok()) world_.broken("{}", word.status().to_string());
+  if (from != from_mates_.end()) {
+    from->second = header.consumer;
+    decide([&](std::int64_t now, CommitActions& out) {
+      commit_.asked(now, header.consumer, header.sync_id, header.seq, static_cast<CommitWord>(*word), out);
+    });
+  } else {
+    decide([&](std::int64_t now, CommitActions& out) {
+      commit_.answered(now, header.consumer, header.sync_id, header.seq, static_cast<CommitWord>(*word), out);
+    });
+  }
+  return true;
+}
+
+bool SimWorker::mate_closed(EndpointId endpoint) {
+  if (from_mates_.erase(endpoint) != 0) return true;
+  const auto found = to_mates_.find(endpoint);
+  if (found == to_mates_.end()) return false;
+  Mate& mate = mates_.at(found->second);
+  to_mates_.erase(found);
+  mate.endpoint = 0;
+  if (!commit_.deciding()) return true;
+  // A connection may break while its process lives; one that has ended does not accept another.
+  if (std::exchange(mate.again, true)) {
+    unreachable_mate(mate.asked.mate);
+  } else {
+    ask(mate);
+  }
+  return true;
+}
+
 // ---- what arrives -------------------------------------------------------------------------------
 
-void SimWorker::on_accepted(EndpointId) {}
+void SimWorker::on_accepted(EndpointId endpoint) {
+  from_mates_[endpoint] = consumer_;
+}
 void SimWorker::on_closed(EndpointId endpoint, const Status& why) {
+  if (mate_closed(endpoint)) return;
   const auto it = producer_of_.find(endpoint);
   if (it == producer_of_.end()) return;
   const std::uint32_t producer = it->second;
@@ -550,6 +692,7 @@ void SimWorker::on_closed(EndpointId endpoint, const Status& why) {
 }
 
 void SimWorker::on_message(EndpointId endpoint, const HotHeader& header, const std::byte* payload) {
+  if (from_mate(endpoint, header, payload)) return;
   const std::uint32_t producer = producer_of_.at(endpoint);
   const PullId pull = pull_of(header);
   if (header.type == HotType::kReady) {
@@ -603,7 +746,16 @@ void SimWorker::on_read_done(ReadToken token, const Status& status) {
   });
 }
 
-void SimWorker::on_member_up(const Member& member, Incarnation) {
+void SimWorker::on_member_up(const Member& member, Incarnation life) {
+  if (const auto mate = mates_.find(member.id); member.role == Role::kWorker && mate != mates_.end()) {
+    if (mate->second.endpoint != 0) {
+      transport_->close(mate->second.endpoint);
+      to_mates_.erase(mate->second.endpoint);
+    }
+    if (mate->second.life != 0) unreachable_mate(member.id);
+    mate->second = Mate{};
+    mate->second.life = life;
+  }
   if (member.role == Role::kTrainer) ranks_up_.insert(member.id);
   if (member == kSender) later(20 * kNanosPerMilli, [this] { connect_and_reserve(); });
 }
@@ -617,8 +769,7 @@ void SimWorker::on_member_lost(const Member& member, Incarnation, const Status& 
   unreachable_.erase(member.id);
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.producer_lost(now, member.id, named, out); });
   if (member == kSender) {
-    drive(
-        [&](std::int64_t now, ConsumerActions& out) { machine_.fail(now, machine_.sync_id(), named, out); });
+    decide([&](std::int64_t now, CommitActions& out) { commit_.sender_lost(now, named, out); });
     end();
   } else if (!joined_) {
     end();
@@ -631,9 +782,12 @@ void SimWorker::end() {
   exit_when_quiet();
 }
 void SimWorker::exit_when_quiet() {
-  if (ended_ && !machine_.in_flight() && machine_.state() != WorkerState::kUpdating &&
-      machine_.state() != WorkerState::kCommitting)
-    after(0, [this] { shutdown(); });
+  if (ended_ && !being_decided()) after(0, [this] { shutdown(); });
+}
+bool SimWorker::being_decided() const {
+  const WorkerState state = machine_.state();
+  return commit_.deciding() || machine_.in_flight() || state == WorkerState::kUpdating ||
+         state == WorkerState::kPrepared || state == WorkerState::kCommitting;
 }
 
 void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
@@ -657,11 +811,12 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
     }
   } else if (auto* finish = std::get_if<Finish>(&body)) {
     Status status;
-    drive([&](std::int64_t now, ConsumerActions& out) {
-      status = machine_.finish_update(now, finish->sync_id, out);
-    });
+    told_by_sender_ = true;
+    decide([&](std::int64_t, CommitActions& out) { status = commit_.finish(finish->sync_id, out); });
+    told_by_sender_ = false;
     if (!status.ok()) send(kSender, Finished{finish->sync_id, status});
   } else if (auto* failed = std::get_if<SyncFailed>(&body)) {
+    if (!commit_.heeds_failure(failed->sync_id)) return;
     drive([&](std::int64_t now, ConsumerActions& out) {
       machine_.fail(now, failed->sync_id, failed->status, out);
     });
@@ -690,11 +845,15 @@ void SimWorker::start_update(const StartUpdate& start) {
     }
     part = kept;
   }
-  Status status;
-  drive([&](std::int64_t now, ConsumerActions& out) {
-    status = machine_.start_update(now, start.sync_id, start.version, part, out);
-  });
+  Status status = commit_.start(start.sync_id);
   if (status.ok()) {
+    drive([&](std::int64_t now, ConsumerActions& out) {
+      status = machine_.start_update(now, start.sync_id, start.version, part, out);
+    });
+    if (!status.ok()) commit_.update_done(start.sync_id, status);
+  }
+  if (status.ok()) {
+    version_ = start.version;
     names_ = start.names;
     running_ = part ? part : model_.plans[consumer_];
     chunks_.clear();
@@ -712,12 +871,14 @@ void SimWorker::shutdown() {
   if (down_) return;
   drive([&](std::int64_t, ConsumerActions& out) { machine_.shutdown(out); });
   if (machine_.in_flight()) world_.broken("worker {} shuts down with work in flight", consumer_);
+  if (commit_.deciding()) world_.broken("worker {} shuts down while its mates need its word", consumer_);
   if (control_) control_->shutdown();
   stop();
 }
 
 void SimWorker::crash() {
   if (down_) return;
+  crashed_ = true;
   world_.control().crash({Role::kWorker, consumer_});
   stop();
 }

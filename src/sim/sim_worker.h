@@ -1,5 +1,5 @@
-// One simulated inference worker: drives a ConsumerMachine over the world's networks and its own parameters,
-// and checks the bytes it ends with.
+// One simulated inference worker: drives a ConsumerMachine and a CommitMachine over the world's networks and its own
+// parameters, and checks the bytes it ends with.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "protocol/commit_machine.h"
 #include "protocol/consumer_machine.h"
 #include "sim/sim_model.h"
 #include "sim/sim_trainer.h"
@@ -22,6 +23,7 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   SimWorker(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t consumer,
             std::uint32_t life);
 
+  std::uint32_t consumer() const { return consumer_; }
   Incarnation incarnation() const { return 1000 + 1000 * std::uint64_t{life_} + consumer_; }
   // Joins at a random instant: connects, announces its pulls, tells the sender.
   void start();
@@ -33,6 +35,14 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   void crash();
 
   const ConsumerMachine& machine() const { return machine_; }
+  // How each sync ended for it, by sync: true where it was told to commit, by the sender or a mate. Without those that
+  // were not decided, and those whose hooks failed after they were prepared, which mates may commit.
+  const std::map<std::uint64_t, bool>& decided() const { return decided_; }
+  bool crashed() const { return crashed_; }
+  std::uint64_t mates_asked() const { return mates_asked_; }
+  std::uint32_t mates_committed() const { return mates_committed_; }
+  // Of the sync at hand, or the last.
+  std::uint64_t sync_version() const { return version_; }
   std::uint64_t pulls() const { return pulls_; }
   std::uint64_t mapped_chunks() const { return mapped_chunks_; }
   std::uint64_t direct_chunks() const { return direct_chunks_; }
@@ -66,6 +76,27 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   void perform(const consumer_action::UpdateDone& action);
   void perform(const consumer_action::FinishDone& action);
   void perform(const consumer_action::ReportFailure& action);
+
+  // The sync's end, with its mates. As runtime/replica_link.h.
+  struct Mate {
+    Incarnation life = 0;          // 0: not up
+    EndpointId endpoint = 0;       // to it; 0: none
+    commit_action::AskMate asked;  // last
+    bool again = false;            // this question was asked on a second connection
+  };
+  template <typename Event>
+  void decide(Event event);
+  void perform(const commit_action::AskMate& action);
+  void perform(const commit_action::AnswerMate& action);
+  void perform(const commit_action::Commit& action);
+  void perform(const commit_action::Abort& action);
+  void ask(Mate& mate);
+  void unreachable_mate(std::uint32_t mate);
+  HotHeader to_mate(HotType type, std::uint64_t sync_id, std::uint32_t mate, std::uint32_t round) const;
+  // False: the endpoint is no mate's.
+  bool from_mate(EndpointId endpoint, const HotHeader& header, const std::byte* payload);
+  bool mate_closed(EndpointId endpoint);
+  bool being_decided() const;
 
   void join_later();
   void connect_and_reserve();
@@ -132,6 +163,15 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   const WorkerPlan& plan_;
   const Recording& recording_;
   ConsumerMachine machine_;
+  CommitMachine commit_;
+  std::map<std::uint64_t, bool> decided_;
+  std::uint64_t version_ = 0;
+  bool crashed_ = false;
+  bool told_by_sender_ = false;  // its Finish is being obeyed
+  std::uint64_t mates_asked_ = 0;
+  std::uint32_t mates_committed_ = 0;
+  std::map<std::uint32_t, Mate> mates_;
+  std::map<EndpointId, std::uint32_t> to_mates_, from_mates_;  // accepted: its own number until it has said who it is
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Control> control_;
   bool joined_ = false, ended_ = false;

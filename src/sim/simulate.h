@@ -3,9 +3,10 @@
 // goes.
 //
 // Checked: slots are never written while they are read, freed memory (overwritten at once) is never read,
-// every worker ends with the exact bytes of the version that each of its modules claims, every signal arrives
-// exactly once, residency keeps its bound where there is one, every sync ends in bounded time, modules of
-// which a sync moves nothing keep their state and bytes. A sync in which a step is made to fail fails on
+// every worker ends with the exact bytes of the version that each of its modules claims, the workers of a
+// replica that live have committed the same syncs, every signal arrives exactly once, residency keeps its
+// bound where there is one, every sync ends in bounded time, modules of which a sync moves nothing keep their
+// state and bytes. A sync in which a step is made to fail fails on
 // every rank with that error, no worker holds its version (unless commits were under way), and the last one,
 // of all names, is exact again. A sync of half a module is refused before a byte has moved.
 //
@@ -84,6 +85,9 @@ struct SimReport {
   std::uint32_t syncs_lossy = 0;    // completed without workers that were lost in them
   std::uint32_t rejoined = 0;       // workers that came back
   std::uint64_t repeated = 0;       // messages sent twice
+  std::uint64_t stale_lives = 0;    // messages that reached a trainer when their worker had another life
+  std::uint64_t mates_asked = 0;    // questions of workers that had lost the sender, and of those they asked
+  std::uint32_t mates_committed = 0;  // commits that a mate's word led to
   std::int64_t longest_sync_ns = 0;
   std::vector<std::string> violations;  // empty: every rule held
   std::vector<std::string> struck;      // the faults, "crash of worker 3 after 120 steps of sync 2"

@@ -51,6 +51,9 @@ void expect_rules_under_faults(std::uint64_t first, std::uint64_t count, SimRepo
     sum.rejoined += report.rejoined;
     sum.faults += report.faults;
     sum.repeated += report.repeated;
+    sum.stale_lives += report.stale_lives;
+    sum.mates_asked += report.mates_asked;
+    sum.mates_committed += report.mates_committed;
     sum.longest_sync_ns = std::max(sum.longest_sync_ns, report.longest_sync_ns);
   }
 }
@@ -64,6 +67,9 @@ TEST(Simulate, EveryRuleHoldsUnderFaults) {
   EXPECT_GT(sum.syncs_lossy, 30u) << "exact for the replicas that lost nobody";
   EXPECT_GT(sum.rejoined, 100u);
   EXPECT_GT(sum.repeated, 1000u);
+  EXPECT_GT(sum.stale_lives, 20u);
+  EXPECT_GT(sum.mates_asked, 100u);
+  EXPECT_GT(sum.mates_committed, 0u);
   EXPECT_LT(sum.longest_sync_ns, 15 * kNanosPerSecond) << "what a failed sync may wait for its members";
 }
 
