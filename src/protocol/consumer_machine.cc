@@ -562,7 +562,9 @@ struct ConsumerMachine::State {
         out.push_back(SendSignals{producer, sync_id, std::move(groups)});
       }
       leave_lanes(out);
-      if (done_count == plan().chunks.size() && unconfirmed.empty()) {
+      // Hooks that could still fail would leave mates that commit without this worker.
+      const bool processed = posts == 0 && posts_due.empty();
+      if (done_count == plan().chunks.size() && unconfirmed.empty() && processed) {
         state = WorkerState::kPrepared;
         out.push_back(UpdateDone{sync_id, {}});
       }

@@ -119,14 +119,14 @@ struct LeaveLanes {
   std::uint32_t producer = 0;
   std::uint64_t sync_id = 0;
 };
-// update() is over: prepared (every chunk landed, scattered, signals confirmed; hooks may still run until
-// finish_update), or the first error (nothing is in flight any more). At most once prepared and once failed
+// update() is over: prepared (every chunk landed and scattered, hooks ended, signals confirmed: in place nothing
+// is left that could fail), or the first error (nothing is in flight any more). At most once prepared and once failed
 // per sync: the error also follows when the sync fails before update() or after it was prepared.
 struct UpdateDone {
   std::uint64_t sync_id = 0;
   Status status;
 };
-// finish_update() is over: copied where staged, hooks drained, committed; or the error.
+// finish_update() is over: committed, where staged copied and post-processed before; or the error.
 struct FinishDone {
   std::uint64_t sync_id = 0;
   Status status;

@@ -138,9 +138,13 @@ TEST(ConsumerPipeline, PostProcessingDelaysNothing) {
     b.scattered(chunk);
   }
   b.ack_all();
-  EXPECT_EQ(b.update_result(), Status()) << "hooks run on until finish_update";
   EXPECT_EQ(b.posting().size(), 6u);
   EXPECT_TRUE(b.machine.in_flight());
+  for (std::uint32_t chunk = 0; chunk < 6; ++chunk) {
+    EXPECT_EQ(b.count<UpdateDone>(), 0u) << "a hook may fail, and mates must not commit without this worker";
+    b.posted(chunk);
+  }
+  EXPECT_EQ(b.update_result(), Status());
 }
 
 // ---- signals ------------------------------------------------------------------------------------
@@ -198,6 +202,7 @@ TEST(ConsumerSignals, EveryGroupOnceToEveryOwnerAndAllConfirmedBeforeUpdateRetur
     b.ready(chunk);
     b.land(chunk);
     b.scattered(chunk);
+    b.posted(chunk);
   }
   const auto signalled = b.signalled();
   EXPECT_THAT(signalled,
@@ -397,7 +402,7 @@ TEST(ConsumerErrors, TheCallerReceivesItFromTheNextCall) {
   b.land(0);
   b.scattered(0);
   b.ack_all();
-  ASSERT_EQ(b.machine.state(), WorkerState::kPrepared);
+  ASSERT_EQ(b.machine.state(), WorkerState::kUpdating);
   b.posted(0, kBroken);
   EXPECT_EQ(b.count<ReportFailure>(), 1u);
   EXPECT_THAT(b.machine.finish_update(0, 2, b.out).message(), HasSubstr("post-processing: broken"));
@@ -438,7 +443,7 @@ TEST(ConsumerErrors, ALostProducerMattersWhileNobodyElseHasWhatIsWantedFromIt) {
 // ---- states -------------------------------------------------------------------------------------
 
 TEST(ConsumerStates, CallsOutOfOrderAreErrorsNamingTheState) {
-  ConsumerBench b({.groups = 1});
+  ConsumerBench b({.groups = 1}, 0, true);
   EXPECT_THAT(b.machine.update(0, b.out).message(),
               HasSubstr("update without start_update (the worker is idle)"));
   EXPECT_THAT(b.machine.finish_update(0, 1, b.out).message(), HasSubstr("while idle"));
@@ -451,14 +456,13 @@ TEST(ConsumerStates, CallsOutOfOrderAreErrorsNamingTheState) {
   b.land(0);
   b.scattered(0);
   b.ack_all();
-  EXPECT_THAT(b.machine.start_update(0, 4, 10, nullptr, b.out).message(),
-              HasSubstr("post-processing of sync 3 runs"));
   EXPECT_THAT(b.machine.finish_update(0, 2, b.out).message(),
               HasSubstr("of sync 2 while prepared in sync 3"));
   ASSERT_EQ(b.machine.finish_update(0, 3, b.out), Status());
   EXPECT_EQ(b.machine.state(), WorkerState::kCommitting);
   EXPECT_THAT(b.machine.start_update(0, 4, 10, nullptr, b.out).message(), HasSubstr("while committing"));
   EXPECT_THAT(b.machine.finish_update(0, 3, b.out).message(), HasSubstr("while committing"));
+  b.copied();
   b.posted(0);
   EXPECT_EQ(b.finish_result(), Status());
   EXPECT_EQ(b.machine.state(), WorkerState::kIdle);
@@ -547,11 +551,10 @@ TEST(ConsumerStates, AFailureElsewhereAbortsBeforeTheCommitAndNotAfter) {
   b.land(0);
   b.scattered(0);
   b.ack_all();
+  b.posted(0);
   ASSERT_EQ(b.machine.state(), WorkerState::kPrepared);
   b.take();
   b.machine.fail(0, 1, kBroken, b.out);
-  EXPECT_EQ(b.count<UpdateDone>(), 0u) << "its hook runs";
-  b.posted(0);
   EXPECT_EQ(b.update_result(), kBroken);
   EXPECT_EQ(b.machine.state(), WorkerState::kFailed);
   EXPECT_EQ(b.machine.finish_update(0, 1, b.out), kBroken);
@@ -562,26 +565,37 @@ TEST(ConsumerStates, AFailureElsewhereAbortsBeforeTheCommitAndNotAfter) {
   b.land(0);
   b.scattered(0);
   b.ack_all();
-  ASSERT_EQ(b.machine.finish_update(0, 2, b.out), Status());
-  b.machine.fail(0, 2, kBroken, b.out);
   b.posted(0);
+  ASSERT_EQ(b.machine.finish_update(0, 2, b.out), Status());
   EXPECT_EQ(b.finish_result(), Status());
   EXPECT_EQ(*b.machine.version(), 20u);
   b.machine.fail(0, 2, kBroken, b.out);
   EXPECT_EQ(*b.machine.version(), 20u);
+
+  ConsumerBench staged({.groups = 1}, 0, true);  // a commit that takes a while
+  staged.start(1, 10);
+  staged.run_to_end();
+  ASSERT_EQ(staged.machine.finish_update(0, 1, staged.out), Status());
+  staged.machine.fail(0, 1, kBroken, staged.out);
+  staged.copied();
+  staged.posted(0);
+  EXPECT_EQ(staged.finish_result(), Status());
+  EXPECT_EQ(*staged.machine.version(), 10u);
 }
 
-TEST(ConsumerStates, AHookThatFailsDuringTheCommitFailsIt) {
+TEST(ConsumerStates, AHookThatFailsIsFoundBeforeAnybodyCommits) {
   ConsumerBench b({.groups = 1});
   b.start(1, 10);
   b.ready(0);
   b.land(0);
   b.scattered(0);
   b.ack_all();
-  ASSERT_EQ(b.machine.finish_update(0, 1, b.out), Status());
-  EXPECT_EQ(b.count<FinishDone>(), 0u) << "the hook runs";
+  EXPECT_EQ(b.count<UpdateDone>(), 0u) << "the hook runs";
+  EXPECT_FALSE(b.machine.finish_update(0, 1, b.out).ok());
   b.posted(0, kBroken);
-  EXPECT_THAT(b.finish_result().message(), HasSubstr("broken"));
+  EXPECT_THAT(b.update_result().message(), HasSubstr("broken"));
+  EXPECT_EQ(b.count<ReportFailure>(), 1u);
+  EXPECT_THAT(b.machine.finish_update(0, 1, b.out).message(), HasSubstr("broken"));
   EXPECT_EQ(b.machine.state(), WorkerState::kFailed);
   EXPECT_EQ(b.machine.modules()[0].kind, Kind::kMixed);
 }
@@ -835,7 +849,7 @@ TEST(ConsumerShutdown, DrainsFromEveryState) {
     EXPECT_EQ(b.machine.update(0, b.out).info().reason, Reason::kShutdown);
   }
   {
-    ConsumerBench b({.groups = 1});  // committing: the commit completes
+    ConsumerBench b({.groups = 1}, 0, true);  // committing: the commit completes
     b.start(1, 10);
     b.ready(0);
     b.land(0);
@@ -843,6 +857,7 @@ TEST(ConsumerShutdown, DrainsFromEveryState) {
     b.ack_all();
     ASSERT_EQ(b.machine.finish_update(0, 1, b.out), Status());
     b.machine.shutdown(b.out);
+    b.copied();
     b.posted(0);
     EXPECT_EQ(b.finish_result(), Status());
   }

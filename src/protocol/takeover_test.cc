@@ -211,6 +211,7 @@ TEST(Takeover, SignalsToAProducerThatIsOnlyUnreachableAreSentAgain) {
   b.ready(0);
   b.land(0);
   b.scattered(0);  // group 0 is signalled to both, unconfirmed
+  b.posted(0);
   const std::uint32_t broken = b.primary(0);
   const SendPull second = b.last_pull();
   ASSERT_NE(second.producer, broken);

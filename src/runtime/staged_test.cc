@@ -163,8 +163,8 @@ TEST(Staged, HooksReadTheNewBytesInTheParameters) {
   }
 }
 
-// The worker whose hook fails is mixed; where it fails in the commit its mate has the new version, and both
-// get the old one when that is sent again.
+// The worker whose hook fails is mixed. In place its mate does not commit without it; staged, where hooks are the
+// commit's, it has the new version. Both get the old one when that is sent again.
 TEST(Staged, AHookThatFailsLeavesNothingCurrentUntilALaterSync) {
   for (const Apply apply : {Apply::kInplace, Apply::kStaged}) {
     SCOPED_TRACE(to_string(apply));
@@ -183,6 +183,8 @@ TEST(Staged, AHookThatFailsLeavesNothingCurrentUntilALaterSync) {
     EXPECT_THAT(outcome.syncs[0].at(1).message(), HasSubstr("it broke"));
     if (apply == Apply::kStaged) {
       EXPECT_EQ(outcome.syncs[1].at(1), Status()) << "hooks are the commit's";
+    } else {
+      EXPECT_FALSE(outcome.syncs[1].at(1).ok()) << "nobody commits what a mate cannot";
     }
   }
 }

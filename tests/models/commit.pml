@@ -30,8 +30,8 @@
 #ifndef SILENCES
 #define SILENCES 0  // how often a mate that lives may be silent for longer than answer_within_ns
 #endif
-#ifndef HOOK_FAILS
-#define HOOK_FAILS 0  // whether a hook that outlasts prepared may fail
+#ifndef COMMIT_FAILS
+#define COMMIT_FAILS 0  // whether what a staged commit does, copies and hooks, may fail
 #endif
 #ifndef FROM_PREPARED
 #define FROM_PREPARED 0  // whether the sync begins where all are prepared and the sender knows it
@@ -436,7 +436,7 @@ proctype Consumer(byte c) {
   :: atomic { w[c].stage == updating && w[c].asked_update ->  // update_done
        w[c].stage = prepared; w[c].was_prepared = true; tell(c, update_done) }
   :: atomic { w[c].stage == updating -> d_step { w[c].broken = true; abort(c); TIDY } }  // an error of its own
-  :: atomic { HOOK_FAILS && w[c].stage == prepared -> d_step { w[c].broken = true; abort(c); TIDY } }
+  :: atomic { COMMIT_FAILS && w[c].stage == prepared && !w[c].broken -> w[c].broken = true }  // once it commits
   // It loses its sender: because that died, or because it was silent for too long.
   :: atomic {
        !w[c].cut && (sender_dead || suspicions < SUSPICIONS) ->
