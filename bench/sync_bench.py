@@ -6,10 +6,14 @@ warm-up: wall time, the limit, their ratio with its spread, and the time of the 
 memcpy, probed right before and after each sync; that of cma is process_vm_readv of the same keys, one reader a worker,
 probed after; neither sums what it reads, which "no sums" leaves out too. Syncs whose two probes of memcpy differ by more than 15 % are dropped and counted.
 
-    bench/sync_bench.py SHARDPULL [--shape qwen3-0.6b:scaled] [--syncs 9] [--quick] [--trace]
+    bench/sync_bench.py SHARDPULL [--shape qwen3-0.6b:scaled] [--syncs 9] [--quick] [--trace | --commit]
 
 With --trace it compares instead: each path is run with and without a trace in turn, and the table says how much longer its
 syncs take, by the medians of their ratios to the limit.
+
+With --commit syncs are staged, and the table has the window of their commits, in which readers keep off: of a sync the
+slowest worker's, against memcpy of the same bytes by all workers at once, probed right before and after that sync. The
+middle ratio must stay below 1.25.
 """
 import argparse
 import json
@@ -61,6 +65,21 @@ def compare_traced(shardpull, fleet, rounds=5):
                   f"{f'{len(ratios[False])}+{len(ratios[True])}':>10}", flush=True)
 
 
+def measure_commits(shardpull, shape, syncs):
+    print(f"{'path':<26}{'workers':>8}{'commit':>10}{'memcpy':>10}{'ratio':>8}{'spread':>16}{'steady':>8}")
+    for workers in (1, 2):
+        for name, flags, _ in (CASES[0], CASES[2], CASES[5]):
+            report = run(shardpull, ["--shape", shape, "--trainer", "pp=2", "--inference", f"tp={workers}", "--apply", "staged",
+                                     "--syncs", str(syncs), *flags])
+            used = steady_syncs(report)
+            commits = [max(worker["commit_s"] for worker in sync["workers"]) for sync in used]
+            ratios = sorted(commit / sync["memcpy_limit_s"] for commit, sync in zip(commits, used))
+            memcpy = statistics.median(sync["memcpy_limit_s"] for sync in used)
+            print(f"{name:<26}{workers:>8}{1e3 * statistics.median(commits):>7.1f} ms{1e3 * memcpy:>7.1f} ms"
+                  f"{statistics.median(ratios):>8.2f}{f'{ratios[0]:.2f}..{ratios[-1]:.2f}':>16}"
+                  f"{f'{len(used)}/{syncs - 1}':>8}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shardpull", help="the shardpull command")
@@ -68,13 +87,16 @@ def main():
     parser.add_argument("--syncs", type=int, default=9, help="per path, the first is warm-up")
     parser.add_argument("--quick", action="store_true", help="tiny shape, three syncs: does it run at all")
     parser.add_argument("--trace", action="store_true", help="compare syncs with a trace to those without")
+    parser.add_argument("--commit", action="store_true", help="measure the commits of staged syncs")
     given = parser.parse_args()
     shape, syncs = ("qwen3-0.6b:tiny", 3) if given.quick else (given.shape, given.syncs)
 
-    print(f"{shape}, trainer pp=2, inference tp=2, {syncs - 1} syncs a path after one warm-up; "
+    print(f"{shape}, trainer pp=2, inference {'tp=1 and 2' if given.commit else 'tp=2'}, {syncs - 1} syncs a path after one warm-up; "
           f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}")
     if given.trace:
         return compare_traced(given.shardpull, ["--shape", shape, "--trainer", "pp=2", "--inference", "tp=2", "--syncs", str(syncs)])
+    if given.commit:
+        return measure_commits(given.shardpull, shape, syncs)
     print(f"{'path':<26}{'wall':>10}{'limit':>10}{'export':>10}{'ratio':>8}{'spread':>16}{'less export':>13}{'steady':>8}")
     for name, flags, limit in CASES:
         report = run(given.shardpull, ["--shape", shape, "--trainer", "pp=2", "--inference", "tp=2",
