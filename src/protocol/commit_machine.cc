@@ -151,10 +151,6 @@ Status CommitMachine::finish(std::uint64_t sync_id, CommitActions& out) {
     case State::Stage::kCommitted:
       return {};
     case State::Stage::kDeciding:
-      if (SHARDPULL_PLANT("asked-is-not-fenced")) {
-        s.commit(out);
-        return {};
-      }
       return Status(StatusCode::kFailedPrecondition,
                     fmt::format("{}: sync {} is being decided by its mates: {}", s.me(), sync_id, s.why.message()),
                     s.why.info());

@@ -432,7 +432,7 @@ struct ConsumerMachine::State {
   // pulls that it cannot send, and it for theirs elsewhere.
   void leave_lanes(ConsumerActions& out) {
     std::erase_if(leaving, [&](std::uint32_t producer) {
-      if (reads_from(producer) && !SHARDPULL_PLANT("leaves-while-it-reads")) return false;
+      if (reads_from(producer)) return false;
       out.push_back(LeaveLanes{producer, sync_id});
       return true;
     });

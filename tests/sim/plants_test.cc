@@ -46,8 +46,12 @@ INSTANTIATE_TEST_SUITE_P(
         // first.
         "issue-without-drain", "slot-without-generation", "signal-before-the-copy-ends",
         "chunks-without-module-order",
-        // Takeover: in the lane of the sharers; lanes are left while a slot is read; nobody leaves them.
-        "reroute-without-a-lane", "leaves-while-it-reads", "sharers-wait-for-one-that-left",
+        // Producer: pulls, and signals, of a worker's life before the present one count.
+        "any-life-will-do", "old-lives-are-heard",
+        // Takeover: in the lane of the sharers; those wait for one that has left its lane.
+        "reroute-without-a-lane", "sharers-wait-for-one-that-left",
+        // Commit: one that is prepared and has lost the sender aborts without asking its mates.
+        "aborts-without-asking",
         // Trainer: memory goes back while somebody reads it. Sender: commits while a mate is not prepared;
         // mates of a lost worker stay in the sync.
         "buffers-back-before-quiet", "commit-without-a-mate", "mates-of-the-lost-stay"),
