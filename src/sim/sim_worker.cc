@@ -531,8 +531,7 @@ void SimWorker::perform(const consumer_action::UpdateDone& action) {
   prepared.status = action.status;
   send(kSender, prepared);
   commit_.update_done(action.sync_id, action.status);
-  const bool hook = action.status.message().find("post-processing") != std::string::npos;
-  if (!action.status.ok() && !commit_.deciding() && !hook) decided_.emplace(action.sync_id, false);
+  if (!action.status.ok() && !commit_.deciding()) decided_.emplace(action.sync_id, false);
 }
 void SimWorker::perform(const consumer_action::FinishDone& action) {
   world_.trace("finish_done", consumer_, action.sync_id, action.status.ok());

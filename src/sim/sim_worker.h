@@ -36,7 +36,7 @@ class SimWorker final : public Process, TransportSink, ControlSink {
 
   const ConsumerMachine& machine() const { return machine_; }
   // How each sync ended for it, by sync: true where it was told to commit, by the sender or a mate. Without those that
-  // were not decided, and those whose hooks failed after they were prepared, which mates may commit.
+  // were not decided.
   const std::map<std::uint64_t, bool>& decided() const { return decided_; }
   bool crashed() const { return crashed_; }
   std::uint64_t mates_asked() const { return mates_asked_; }
