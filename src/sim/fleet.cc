@@ -29,6 +29,7 @@ Fleet::Fleet(World& world, const SimModel& model, std::uint64_t seed)
     workers_.push_back(std::make_unique<SimWorker>(world, model, readers_, c, 0));
 }
 
+// Until it comes true. Between syncs the sender may die as well.
 bool Fleet::wait_for(const std::function<bool()>& over, const std::string& what) {
   return world_.run_until(over, kSyncLimitNs, what);
 }
@@ -127,7 +128,7 @@ bool Fleet::heal(bool everybody) {
   if (everybody) {  // those that were declared dead find it out
     const bool found = wait_for(
         [&] {
-          return std::all_of(struck_.workers.begin(), struck_.workers.end(),
+          return this->over() || std::all_of(struck_.workers.begin(), struck_.workers.end(),
                              [&](std::uint32_t c) { return !was_hit(c) || workers_[c]->broken(); });
         },
         "the end of workers that were declared dead");
@@ -138,6 +139,7 @@ bool Fleet::heal(bool everybody) {
       restart(c);
   }
   const auto settled = [&] {
+    if (over()) return true;
     for (std::uint32_t c = 0; c < all; ++c) {
       if (!joined(c) && !workers_[c]->broken()) return false;
     }
@@ -149,7 +151,7 @@ bool Fleet::heal(bool everybody) {
     for (std::uint32_t c = 0; everybody && c < all; ++c) {
       if (workers_[c]->broken()) restart(c);
     }
-    if (everybody && !wait_for([&] { return settled() && trainers_[0]->whole_replicas(all).size() == all; },
+    if (everybody && !wait_for([&] { return over() || (settled() && trainers_[0]->whole_replicas(all).size() == all); },
                                "everybody to join again"))
       return false;
   }
@@ -204,6 +206,7 @@ bool Fleet::sync_is_over() const {
 bool Fleet::sync(std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed, const NameSet& names,
                  bool last) {
   if (!heal(last)) return false;
+  if (over()) return true;
   sync_id_ = sync_id;
   called_.assign(trainers_.size(), false);
   struck_.step = false;
