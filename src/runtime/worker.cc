@@ -540,7 +540,9 @@ void Worker::Impl::on_control(const Member& from, Incarnation life, ControlBody 
   } else if (engine == nullptr) {
     log_debug("{} from {} before this worker was ready: dropped", name_of(body), to_string(from));
   } else if (auto* message = std::get_if<StartUpdate>(&body)) {
-    if (pending_results != 0) {
+    // A mate of one that was lost may still drain the sync that it was taken out of: its result follows.
+    const WorkerState state = engine->machine().state();
+    if (pending_results != 0 || state == WorkerState::kUpdating || state == WorkerState::kCommitting) {
       deferred = std::move(*message);
     } else {
       start_update(*message);

@@ -532,6 +532,7 @@ void SimWorker::perform(const consumer_action::UpdateDone& action) {
   send(kSender, prepared);
   commit_.update_done(action.sync_id, action.status);
   if (!action.status.ok() && !commit_.deciding()) decided_.emplace(action.sync_id, false);
+  if (!action.status.ok()) start_deferred();
 }
 void SimWorker::perform(const consumer_action::FinishDone& action) {
   world_.trace("finish_done", consumer_, action.sync_id, action.status.ok());
@@ -542,6 +543,7 @@ void SimWorker::perform(const consumer_action::FinishDone& action) {
     }
   }
   send(kSender, Finished{action.sync_id, action.status});
+  start_deferred();
 }
 void SimWorker::perform(const consumer_action::ReportFailure& action) {
   send(kSender, SyncFailed{action.sync_id, action.status});
@@ -780,6 +782,13 @@ void SimWorker::end() {
   ended_ = true;
   exit_when_quiet();
 }
+void SimWorker::start_deferred() {
+  after(1, [this] {
+    if (!deferred_) return;
+    const StartUpdate start = *std::exchange(deferred_, std::nullopt);
+    start_update(start);
+  });
+}
 void SimWorker::exit_when_quiet() {
   if (ended_ && !being_decided()) after(0, [this] { shutdown(); });
 }
@@ -798,7 +807,12 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
     waiting_reserves_.erase(from.id);
     join();
   } else if (auto* start = std::get_if<StartUpdate>(&body)) {
-    start_update(*start);
+    const WorkerState state = machine_.state();
+    if (state == WorkerState::kUpdating || state == WorkerState::kCommitting) {
+      deferred_ = *start;
+    } else {
+      start_update(*start);
+    }
   } else if (auto* update = std::get_if<Update>(&body)) {
     Status status;
     drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.update(now, out); });
@@ -815,6 +829,13 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
     told_by_sender_ = false;
     if (!status.ok()) send(kSender, Finished{finish->sync_id, status});
   } else if (auto* failed = std::get_if<SyncFailed>(&body)) {
+    if (deferred_ && deferred_->sync_id == failed->sync_id) {  // it never started here
+      deferred_.reset();
+      Prepared prepared;
+      prepared.sync_id = failed->sync_id;
+      prepared.status = failed->status;
+      return send(kSender, prepared);
+    }
     if (!commit_.heeds_failure(failed->sync_id)) return;
     drive([&](std::int64_t now, ConsumerActions& out) {
       machine_.fail(now, failed->sync_id, failed->status, out);

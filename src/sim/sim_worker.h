@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <vector>
@@ -109,6 +110,7 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   void join();
   void end();
   void exit_when_quiet();
+  void start_deferred();
   void stop();
   void tick();
   // Where chunks land: in the parameters or beside them.
@@ -166,6 +168,7 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   CommitMachine commit_;
   std::map<std::uint64_t, bool> decided_;
   std::uint64_t version_ = 0;
+  std::optional<StartUpdate> deferred_;  // until the sync before has drained here
   bool crashed_ = false;
   bool told_by_sender_ = false;  // its Finish is being obeyed
   std::uint64_t mates_asked_ = 0;
