@@ -62,6 +62,12 @@ struct SendOptions {
   std::vector<std::string> names;
 };
 
+// What the sender has opened; see Trainer::next_sync.
+struct NextSync {
+  std::uint64_t version = 0;
+  std::vector<std::uint32_t> names;  // by metadata index, ascending; empty: all
+};
+
 // Thread-compatible; send_weights blocks the calling thread, everything else runs on the engine's own
 // threads.
 class SHARDPULL_API Trainer {
@@ -81,7 +87,13 @@ class SHARDPULL_API Trainer {
   // Forms groups, resolves ownership over all ranks (one collective), starts the producer; on the sender,
   // waits until every consumer has baked, planned and reserved. `source` must outlive the trainer. Errors
   // name the rank, name or worker.
+  //
+  // Of a rank (not the sender) that was lost from a fleet that goes on, started again: it joins that one, and is in
+  // the next sync that the sender opens. Refused, naming both, when its settings, its metadata or what it holds are
+  // not those of its first life.
   Status init(WeightSource& source);
+  // Whether init() has joined a fleet that ran already: the program is to follow its sender, by next_sync().
+  bool returned() const;
 
   // The same payload init made, rebuilt at any time without a collective, so that a restarted worker can join
   // at a sync boundary. Error before init.
@@ -89,8 +101,14 @@ class SHARDPULL_API Trainer {
 
   // One sync. On every rank with the same version. Returns when every live worker has committed, or with the
   // first error (after which the next call may succeed: nothing of a failed sync lingers). The sender assigns
-  // the sync id.
+  // the sync id. It first waits, connect_timeout_ms at most, for a whole replica, and for lost ranks that held what
+  // nobody else does, to be there again.
   Result<SyncReport> send_weights(std::uint64_t version, const SendOptions& send = {});
+
+  // Not on the sender: waits for the sync that it opens next, which this rank's next send_weights is to be of. The
+  // source may be brought to that version meanwhile; the others wait. Called once before each send_weights, or not
+  // at all. The end of the fleet is an error: Reason::kShutdown after one in good order.
+  Result<NextSync> next_sync();
 
   // Sends to "worker N" or "trainer N".
   Status send_message(const std::string& to, const std::string& topic, const std::string& body);

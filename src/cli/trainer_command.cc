@@ -89,9 +89,21 @@ class TrainerRun {
   }
 
  private:
+  // A rank that was started again does what the sender opens: which of its syncs are over it cannot know.
+  Status follow(CheckpointSource& source) {
+    for (;;) {
+      const auto next = trainer_->next_sync();
+      if (!next.ok()) return next.status().info().reason == Reason::kShutdown ? Status() : next.status();
+      const Status done = run_sync(0, next->version, !next->names.empty(), source);
+      if (!done.ok() && !outlives(done)) return done;
+    }
+  }
+
   Status run_syncs(CheckpointSource& source) {
+    if (trainer_->returned()) return follow(source);
     for (std::uint32_t sync = 1; sync <= arguments_.versions.syncs;) {
-      const Status done = run_sync(sync, source);
+      const Status done =
+          run_sync(sync, arguments_.versions.version_of(sync), sync > 1 && !names_.empty(), source);
       if (done.ok()) {
         ++sync;
         continue;
@@ -112,9 +124,10 @@ class TrainerRun {
 
   bool continues() const { return arguments_.on_consumer_loss == OnConsumerLoss::kContinue; }
 
-  // Whether the fleet goes on after this error: of a lost worker, which may be started again.
+  // Whether the fleet goes on after this error: of a lost process, which may be started again.
   bool outlives(const Status& why) const {
-    return continues() && why.info().reason == Reason::kPeerLost && why.info().peer.starts_with("worker ");
+    return continues() && why.info().reason == Reason::kPeerLost && !why.info().peer.empty() &&
+           why.info().peer != "trainer 0";
   }
 
   // What was left from before the sync at hand: reports of workers that were lost later, and their losses.
@@ -132,9 +145,8 @@ class TrainerRun {
     launcher_.send_progress(bytes);
   }
 
-  Status run_sync(std::uint32_t sync, CheckpointSource& source) {
-    const std::uint64_t version = arguments_.versions.version_of(sync);
-    const bool part = sync > 1 && !names_.empty();
+  // `sync`: 0 where this rank does not know. `part`: of the names of the syncs after the first.
+  Status run_sync(std::uint32_t sync, std::uint64_t version, bool part, CheckpointSource& source) {
     source.set_version(version, part ? names_ : std::vector<std::uint32_t>());
     SHARDPULL_RETURN_IF_ERROR(launcher_.pass_gate("ready", sync));
     if (sender() && continues()) forget_messages();
@@ -167,7 +179,7 @@ class TrainerRun {
     const SystemClock& clock = SystemClock::instance();
     const std::int64_t deadline = clock.now_ns() + arguments_.fleet.stall_timeout_ns;
     std::set<std::string> expected;
-    lost_ranks_.insert(from.lost_ranks.begin(), from.lost_ranks.end());
+    lost_ranks_ = {from.lost_ranks.begin(), from.lost_ranks.end()};
     for (std::uint32_t rank = 1; rank < ranks_; ++rank) {
       if (!lost_ranks_.contains(rank)) expected.insert(fmt::format("trainer {}", rank));
     }
@@ -272,7 +284,9 @@ class TrainerRun {
     if (sender()) {
       for (std::uint32_t rank = 1; rank < ranks_; ++rank) {
         if (lost_ranks_.contains(rank)) continue;
-        SHARDPULL_RETURN_IF_ERROR(trainer_->send_message(fmt::format("trainer {}", rank), kEndTopic, ""));
+        // One that was lost since is not missed any more.
+        const Status told = trainer_->send_message(fmt::format("trainer {}", rank), kEndTopic, "");
+        if (!told.ok() && told.info().reason != Reason::kPeerLost) return told;
       }
       return {};
     }
@@ -304,7 +318,7 @@ class TrainerRun {
   Trainer* trainer_ = nullptr;
   RunReport report_;  // by hand only: what the last line says
   std::int64_t shown_ns_ = 0;
-  std::set<std::uint32_t> lost_ranks_;  // the sender's
+  std::set<std::uint32_t> lost_ranks_;  // the sender's, as of the last sync
 };
 
 }  // namespace

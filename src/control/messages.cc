@@ -7,6 +7,7 @@ struct NameOf {
   std::string_view operator()(const TrainerJoin&) const { return "TrainerJoin"; }
   std::string_view operator()(const TrainerTable&) const { return "TrainerTable"; }
   std::string_view operator()(const InitRequest&) const { return "InitRequest"; }
+  std::string_view operator()(const TrainerReturned&) const { return "TrainerReturned"; }
   std::string_view operator()(const InitPayload&) const { return "InitPayload"; }
   std::string_view operator()(const InitDone&) const { return "InitDone"; }
   std::string_view operator()(const MateListens&) const { return "MateListens"; }

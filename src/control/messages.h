@@ -27,6 +27,14 @@ struct TrainerJoin {
 struct TrainerTable {
   Status status;
   std::vector<std::byte> tables;  // plan: encoded InitTables
+  bool returned = false;          // the rank has joined a fleet that runs
+};
+// sender -> every worker: a rank that was lost has joined again, and serves from the next sync on.
+struct TrainerReturned {
+  std::uint32_t rank = 0;
+  Incarnation incarnation = 0;
+  std::string producer_address;      // hot channel
+  std::uint64_t without_until = 0;  // the last sync that has begun without it; 0: none
 };
 
 // worker -> sender: asks for the init payload (at any time: a restarted worker asks again).
@@ -37,6 +45,7 @@ struct InitRequest {
 struct InitPayload {
   Status status;
   std::vector<std::byte> tables;
+  std::vector<Incarnation> trainers;  // by rank: its life; 0: it is lost
 };
 // worker -> a mate (another worker of its replica) that has come up: where it listens for mates.
 struct MateListens {
@@ -164,7 +173,8 @@ struct UserMessage {
 using ControlBody = std::variant<TrainerJoin, TrainerTable, InitRequest, InitPayload, InitDone, Reserve,
                                  ReserveReply, SyncOpen, StartUpdate, UpdateStarted, Update, Prepared, Finish,
                                  Finished, FreeGroups, FreeAck, RankEnded, SyncClosed, SyncFailed, Shutdown,
-                                 UserMessage, SyncBegan, TimelineReport, MateListens, LeaveLanes>;
+                                 UserMessage, SyncBegan, TimelineReport, MateListens, LeaveLanes,
+                                 TrainerReturned>;
 std::string_view name_of(const ControlBody& body);  // "Reserve"
 
 }  // namespace shardpull

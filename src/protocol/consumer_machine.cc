@@ -980,6 +980,11 @@ void ConsumerMachine::producer_reachable(std::uint32_t producer) {
   if (it != s.away.end() && !it->second.lost) s.away.erase(it);
 }
 
+void ConsumerMachine::producer_returned(std::uint32_t producer) {
+  State& s = *state_;
+  if (s.state != WorkerState::kUpdating) s.away.erase(producer);
+}
+
 void ConsumerMachine::recovery_reserved(std::int64_t now_ns, std::uint32_t producer, const Status& status,
                                         ConsumerActions& out) {
   State& s = *state_;

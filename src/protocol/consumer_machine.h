@@ -177,7 +177,7 @@ class ConsumerMachine {
                      const std::vector<std::uint32_t>& groups, ConsumerActions& out);
   // The commit; FinishDone follows. Refused unless prepared, with the first error when the sync has failed.
   Status finish_update(std::int64_t now_ns, std::uint64_t sync_id, ConsumerActions& out);
-  // A producer's process is gone, for good. What has not been read of its chunks is pulled from the next
+  // A producer's process is gone. What has not been read of its chunks is pulled from the next
   // candidate that is left, in that one's recovery lane, now and in later syncs; its confirmations are not
   // waited for. Where no candidate is left the update fails with `why`.
   void producer_lost(std::int64_t now_ns, std::uint32_t producer, const Status& why, ConsumerActions& out);
@@ -188,6 +188,9 @@ class ConsumerMachine {
                             ConsumerActions& out);
   // There is a connection again. Between syncs only: no effect in one, or on a producer that is lost.
   void producer_reachable(std::uint32_t producer);
+  // A lost producer has a successor, at which this worker's pulls are announced: it serves as planned from the next
+  // start_update on. Between syncs only: no effect in one.
+  void producer_returned(std::uint32_t producer);
   // The answer to AnnounceRecovery. On an error the producer is no candidate in this sync.
   void recovery_reserved(std::int64_t now_ns, std::uint32_t producer, const Status& status,
                          ConsumerActions& out);

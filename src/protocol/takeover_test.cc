@@ -334,6 +334,50 @@ TEST(Takeover, AProducerThatIsReachableAgainServesTheNextSyncAsPlanned) {
   EXPECT_EQ(b.last_pull().pull.lane, LaneKind::kRegular);
 }
 
+TEST(Takeover, AProducerThatHasReturnedServesTheNextSyncAsPlanned) {
+  Consumer b({.groups = 4, .producers = 2});
+  const std::uint32_t dead = b.primary(0), heir = 1 - dead;
+  b.start(1, 10);
+  b.lost(dead);
+  b.machine.producer_returned(dead);  // not within a sync, which its successor is not in
+  b.run_to_end();
+  ASSERT_TRUE(b.update_result().ok());
+  EXPECT_GT(b.machine.rerouted(), 0u);
+  for (const auto& [producer, group] : b.signalled()) EXPECT_EQ(producer, heir) << group;
+  ASSERT_TRUE(b.machine.finish_update(0, 1, b.out).ok());
+  b.machine.producer_returned(dead);
+  b.take();
+  b.start(2, 20);
+  b.run_to_end();
+  ASSERT_TRUE(b.update_result().ok());
+  EXPECT_EQ(b.machine.rerouted(), 0u);
+  EXPECT_THAT(b.signalled(), testing::Contains(std::pair(dead, 0u)));
+  for (const SendPull& pull : b.all<SendPull>()) EXPECT_EQ(pull.pull.lane, LaneKind::kRegular);
+
+  // Its lane for what others no longer serve is another life's: it is announced again.
+  ASSERT_TRUE(b.machine.finish_update(0, 2, b.out).ok());
+  b.take();
+  b.start(3, 30);
+  b.lost(heir);
+  ASSERT_EQ(b.count<AnnounceRecovery>(), 1u);
+  EXPECT_EQ(b.all<AnnounceRecovery>()[0].producer, dead);
+  b.run_to_end();
+  EXPECT_TRUE(b.update_result().ok());
+}
+
+TEST(Takeover, AProducerThatCouldNotBeReservedAtIsStoodInForAndSignalled) {
+  Consumer b({.groups = 2, .producers = 2});
+  const std::uint32_t back = b.primary(0);
+  b.lost(back);
+  b.machine.producer_returned(back);
+  b.machine.producer_unreachable(0, back, kReadFailed, b.out);
+  b.start(1, 10);
+  b.run_to_end();
+  ASSERT_TRUE(b.update_result().ok());
+  for (const SendPull& pull : b.all<SendPull>()) EXPECT_NE(pull.producer, back);
+  EXPECT_THAT(b.signalled(), testing::Contains(std::pair(back, 0u))) << "its barrier waits for this worker";
+}
+
 // ---- the heir -----------------------------------------------------------------------------------
 
 using namespace producer_action;  // NOLINT: this part is about them
@@ -544,6 +588,38 @@ TEST(Takeover, ASyncFailsWithoutARankWhoseWeightsNobodyElseHas) {
   b.machine.rank_lost(0, 1, kGone, b.out);
   ASSERT_EQ(b.all<FailConsumer>().size(), 1u);
   EXPECT_THAT(b.all<FailConsumer>()[0].status.message(), HasSubstr("trainer 1 was lost in sync 1"));
+}
+
+TEST(Takeover, ARankThatIsTakenBackIsInTheNextSync) {
+  Sender b({.groups = 2, .producers = 2, .pipeline_stages = true});
+  b.machine.rank_ended(0, 1, 1, {}, b.out);
+  b.machine.rank_lost(0, 1, kGone, b.out);
+  EXPECT_TRUE(b.machine.lost(1));
+  EXPECT_THAT(b.machine.missed_ranks(), ElementsAre(1));
+  b.machine.take_back(1);  // while the sync runs
+  EXPECT_FALSE(b.machine.lost(1));
+  EXPECT_THAT(b.machine.missed_ranks(), IsEmpty());
+  b.machine.rank_ended(0, 0, 1, {}, b.out);
+  b.machine.prepared(0, 0, 1, {}, b.out);
+  b.machine.finished(0, 0, 1, {}, b.out);
+  EXPECT_EQ(b.all<CloseSync>().size(), 1u) << "its successor was not in that one";
+  ASSERT_EQ(b.all<SyncDone>().size(), 1u);
+  EXPECT_THAT(b.all<SyncDone>()[0].lost_ranks, ElementsAre(1));
+
+  b.out.clear();
+  EXPECT_EQ(b.machine.begin(0, 2, {0}, b.out), Status());
+  EXPECT_EQ(b.all<OpenSync>().size(), 2u);
+  EXPECT_TRUE(b.all<FailConsumer>().empty());
+}
+
+TEST(Takeover, RanksThatOthersStandInForAreNotMissed) {
+  Sender b({.producers = 3});
+  b.machine.rank_lost(0, 2, kGone, b.out);
+  EXPECT_THAT(b.machine.missed_ranks(), IsEmpty());
+  b.machine.rank_lost(0, 1, kGone, b.out);
+  EXPECT_THAT(b.machine.missed_ranks(), IsEmpty());
+  b.machine.rank_lost(0, 0, kGone, b.out);
+  EXPECT_THAT(b.machine.missed_ranks(), ElementsAre(0, 1, 2));
 }
 
 TEST(Takeover, ARankThatHasEndedIsNotMissed) {

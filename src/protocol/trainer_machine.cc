@@ -377,8 +377,26 @@ Status SenderMachine::begin(std::int64_t now_ns, std::uint64_t sync_id, std::vec
   return {};
 }
 
-void SenderMachine::member_up(const Member& member) {
-  state_->gone.erase(member);
+void SenderMachine::worker_up(std::uint32_t consumer) {
+  state_->gone.erase({Role::kWorker, consumer});
+}
+
+void SenderMachine::take_back(std::uint32_t rank) {
+  state_->gone.erase({Role::kTrainer, rank});
+}
+
+bool SenderMachine::lost(std::uint32_t rank) const {
+  return state_->gone.contains({Role::kTrainer, rank});
+}
+
+std::vector<std::uint32_t> SenderMachine::missed_ranks() const {
+  const State& s = *state_;
+  std::vector<std::uint32_t> ranks;
+  for (const Member& member : s.gone) {
+    if (member.role == Role::kTrainer) ranks.push_back(member.id);
+  }
+  if (s.tables != nullptr && held_without(*s.tables, ranks)) ranks.clear();
+  return ranks;
 }
 
 void SenderMachine::rank_began(std::int64_t now_ns, std::uint32_t rank, std::uint64_t sync_id,

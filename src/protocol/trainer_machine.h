@@ -143,8 +143,15 @@ class SenderMachine {
   // range, or not whole replicas.
   Status begin(std::int64_t now_ns, std::uint64_t sync_id, std::vector<std::uint32_t> live,
                SenderActions& out);
-  // The member's process is up (again). Those lost and not up since are lost to the next sync as it begins.
-  void member_up(const Member& member);
+  // The worker's process is up (again). Those lost and not up since are lost to the next sync as it begins.
+  void worker_up(std::uint32_t consumer);
+  // A rank that was lost has joined again, as another process: it is in the next sync that begins, not in the
+  // one that runs.
+  void take_back(std::uint32_t rank);
+  bool lost(std::uint32_t rank) const;  // and not back
+  // The lost ranks, ascending, where the others do not hold all weights without them: a sync that begins now
+  // fails. Empty otherwise.
+  std::vector<std::uint32_t> missed_ranks() const;
   // The rank's producer has begun the sync: from here on its own watchdog covers it. Required of every rank.
   void rank_began(std::int64_t now_ns, std::uint32_t rank, std::uint64_t sync_id, SenderActions& out);
   void update_started(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id,

@@ -630,7 +630,7 @@ TEST(SenderLoss, AMemberKnownToBeDownIsLostAsTheSyncBegins) {
   EXPECT_THAT(b.done().lost_consumers, ElementsAre(3u));
 
   b.out.clear();
-  b.machine.member_up({Role::kWorker, 3});
+  b.machine.worker_up(3);
   b.begin(2);
   EXPECT_EQ(b.count<StartUpdate>(), 4u);
 }

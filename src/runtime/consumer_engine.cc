@@ -147,6 +147,7 @@ ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Rec
                               .staged = staged_,
                               .stall_timeout_ns = stall_timeout_ns,
                               .loss_grace_ns = loss_grace_ns}),
+      addresses_(tables_->producers),
       copies_(1),
       post_process_(1) {}
 
@@ -294,18 +295,124 @@ Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
 Status ConsumerEngine::connect(std::int64_t timeout_ns) {
   for (const ProducerPlan& producer : plan_->producers) {
     if (!lost_.contains(producer.producer))
-      SHARDPULL_RETURN_IF_ERROR(connect_to(producer.producer, timeout_ns));
+      SHARDPULL_RETURN_IF_ERROR(connect_to(producer.producer, timeout_ns).status());
   }
   return {};
 }
 
-Status ConsumerEngine::connect_to(std::uint32_t producer, std::int64_t timeout_ns) {
-  auto endpoint = progress_.transport().connect(tables_->producers[producer], timeout_ns);
+Result<EndpointId> ConsumerEngine::connect_to(std::uint32_t producer, std::int64_t timeout_ns) {
+  auto endpoint = progress_.transport().connect(addresses_[producer], timeout_ns);
   if (!endpoint.ok()) return endpoint.status().with_context(fmt::format("connecting to trainer {}", producer));
   endpoints_[*endpoint] = Endpoint{producer};
   ByteWriter hello;
   hello.u32(kSliceFormatVersion);
-  return progress_.transport().send(*endpoint, header(HotType::kHello, 0), hello.bytes().data(), hello.size());
+  SHARDPULL_RETURN_IF_ERROR(
+      progress_.transport().send(*endpoint, header(HotType::kHello, 0), hello.bytes().data(), hello.size()));
+  return *endpoint;
+}
+
+bool ConsumerEngine::planned(std::uint32_t producer) const {
+  return std::any_of(plan_->producers.begin(), plan_->producers.end(),
+                     [&](const ProducerPlan& each) { return each.producer == producer; });
+}
+
+// ---- producers that come back ---------------------------------------------------------------------------
+
+void ConsumerEngine::forget_endpoint(EndpointId id) {
+  const auto found = endpoints_.find(id);
+  if (found == endpoints_.end()) return;
+  if (found->second.greeted) --greeted_;
+  endpoints_.erase(found);
+  progress_.transport().close(id);
+}
+
+void ConsumerEngine::producer_returned(std::uint32_t rank, std::string address, std::uint64_t without_until,
+                                       std::int64_t limit_ns) {
+  if (const auto before = returning_.find(rank); before != returning_.end()) forget_endpoint(before->second.endpoint);
+  addresses_[rank] = std::move(address);
+  Returning& returning = returning_[rank] = {};
+  returning.without_until = without_until;
+  returning.limit_ns = limit_ns;
+  meet(rank);
+}
+
+void ConsumerEngine::meet(std::uint32_t producer) {
+  Returning& returning = returning_[producer];
+  returning.failed.reset();
+  returning.greeted = returning.reserved = !planned(producer);
+  if (returning.ready()) return;  // it is signalled, by the control channel
+  returning.deadline_ns = progress_.clock().now_ns() + returning.limit_ns;
+  const auto endpoint = connect_to(producer, kReconnectTimeoutNs);
+  if (!endpoint.ok()) return returning_failed(producer, endpoint.status());
+  endpoints_[*endpoint].waits = true;
+  returning.endpoint = *endpoint;
+  hooks_.announce(producer);
+}
+
+void ConsumerEngine::returning_failed(std::uint32_t producer, const Status& why) {
+  Returning& returning = returning_[producer];
+  log_warn("worker {} cannot take trainer {} back: {}", plan_->consumer, producer, why.to_string());
+  returning.failed = why;
+  forget_endpoint(std::exchange(returning.endpoint, 0));
+}
+
+bool ConsumerEngine::reserved(std::uint32_t rank, const Status& status) {
+  const auto found = returning_.find(rank);
+  if (found == returning_.end() || found->second.failed || found->second.reserved) return false;
+  if (!status.ok()) {
+    returning_failed(rank, status);
+  } else {
+    found->second.reserved = true;
+  }
+  return true;
+}
+
+bool ConsumerEngine::ready_for(std::uint64_t sync_id) {
+  bool ready = true;
+  for (auto& [producer, returning] : returning_) {
+    if (returning.without_until >= sync_id) continue;
+    const bool again = returning.failed && returning.tried_for != 0 && returning.tried_for != sync_id;
+    returning.tried_for = sync_id;
+    if (again) meet(producer);
+    ready = ready && (returning.ready() || returning.failed);
+  }
+  return ready;
+}
+
+void ConsumerEngine::take_in(std::uint64_t sync_id) {
+  for (auto it = returning_.begin(); it != returning_.end();) {
+    const std::uint32_t producer = it->first;
+    const Returning& returning = it->second;
+    if (returning.without_until >= sync_id) {
+      ++it;
+      continue;
+    }
+    lost_.erase(producer);
+    broken_.erase(producer);
+    machine_.producer_returned(producer);
+    if (!returning.ready()) {
+      // It lives, and waits for this worker's signals.
+      const Status why =
+          returning.failed.value_or(Status(StatusCode::kUnavailable, "it was not reserved at in time"));
+      drive([&](std::int64_t now, ConsumerActions& out) {
+        machine_.producer_unreachable(now, producer, why, out);
+      });
+      ++it;
+      continue;
+    }
+    std::vector<EndpointId> old;
+    for (auto& [id, endpoint] : endpoints_) {
+      if (endpoint.producer != producer) continue;
+      if (endpoint.waits) {
+        endpoint.waits = false;
+      } else {
+        old.push_back(id);
+      }
+    }
+    for (const EndpointId id : old) forget_endpoint(id);
+    log_info("worker {} pulls from trainer {} again", plan_->consumer, producer);
+    it = returning_.erase(it);
+  }
 }
 
 // ---- events
@@ -328,12 +435,10 @@ Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version
     }
   }
   SHARDPULL_RETURN_IF_ERROR(check_memory(*prepared));
+  take_in(sync_id);
   for (const std::uint32_t producer : std::exchange(broken_, {})) {
-    const bool planned =
-        std::any_of(plan_->producers.begin(), plan_->producers.end(),
-                    [&](const ProducerPlan& each) { return each.producer == producer; });
     // Others are connected to as they are needed.
-    const Status opened = planned ? connect_to(producer, kReconnectTimeoutNs) : Status();
+    const Status opened = planned(producer) ? connect_to(producer, kReconnectTimeoutNs).status() : Status();
     if (opened.ok()) {
       machine_.producer_reachable(producer);
     } else {
@@ -388,6 +493,10 @@ void ConsumerEngine::recovery_reserved(std::uint32_t rank, const Status& status)
 void ConsumerEngine::producer_lost(std::uint32_t rank, const Status& why) {
   lost_.insert(rank);
   broken_.erase(rank);
+  if (const auto found = returning_.find(rank); found != returning_.end()) {
+    forget_endpoint(found->second.endpoint);
+    returning_.erase(found);
+  }
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.producer_lost(now, rank, why, out); });
 }
 
@@ -399,6 +508,14 @@ void ConsumerEngine::signals_acked(std::uint32_t producer, std::uint64_t sync_id
 }
 
 void ConsumerEngine::tick() {
+  const std::int64_t now_ns = progress_.clock().now_ns();
+  for (auto& [producer, returning] : returning_) {
+    if (returning.ready() || returning.failed || now_ns < returning.deadline_ns) continue;
+    returning_failed(producer, Status(StatusCode::kDeadlineExceeded,
+                                      fmt::format("trainer {} did not answer within {} ms", producer,
+                                                  returning.limit_ns / kNanosPerMilli),
+                                      {.reason = Reason::kPeerLost, .fault = Fault::kPeer}));
+  }
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.tick(now, out); });
 }
 
@@ -427,6 +544,7 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
         endpoint.greeted = true;
         ++greeted_;
       }
+      if (endpoint.waits) returning_[producer].greeted = true;
       return true;
     case HotType::kReady: {
       fault_point("worker.ready", header.sync_id);
@@ -480,6 +598,10 @@ bool ConsumerEngine::on_closed(EndpointId id, const Status& why) {
                      {.reason = Reason::kPeerLost,
                       .fault = Fault::kPeer,
                       .peer = fmt::format("trainer {}", endpoint.producer)});
+  if (endpoint.waits) {
+    returning_failed(endpoint.producer, named);
+    return true;
+  }
   if (connect_error_.ok()) connect_error_ = named;
   if (!lost_.contains(endpoint.producer)) broken_.insert(endpoint.producer);
   drive([&](std::int64_t now, ConsumerActions& out) {
@@ -539,7 +661,7 @@ const Chunk* ConsumerEngine::chunk_of(std::uint32_t chunk_id) const {
 
 EndpointId ConsumerEngine::endpoint_of(std::uint32_t producer) const {
   for (const auto& [id, endpoint] : endpoints_) {
-    if (endpoint.producer == producer) return id;
+    if (endpoint.producer == producer && !endpoint.waits) return id;
   }
   return 0;
 }
@@ -586,7 +708,7 @@ Status ConsumerEngine::check_offer(const ReadyInfo& ready, std::uint32_t produce
 void ConsumerEngine::perform(const consumer_action::AnnounceRecovery& action) {
   const std::uint32_t producer = action.producer;
   const Status status =
-      endpoint_of(producer) != 0 ? Status() : connect_to(producer, kReconnectTimeoutNs);
+      endpoint_of(producer) != 0 ? Status() : connect_to(producer, kReconnectTimeoutNs).status();
   if (status.ok()) {
     log_warn("worker {} pulls from trainer {} what another one no longer serves", plan_->consumer, producer);
     hooks_.announce_recovery(producer);

@@ -40,6 +40,8 @@ struct ConsumerHooks {
   // Announces what this worker may have to pull there instead of at a trainer that is gone; the answer goes to
   // recovery_reserved().
   std::function<void(std::uint32_t producer)> announce_recovery;
+  // Announces what this worker pulls there by plan, at a trainer that is back; the answer goes to reserved().
+  std::function<void(std::uint32_t producer)> announce = [](std::uint32_t) {};
   // The parameters are about to be written: as a sync begins, or, staged, as its commit does.
   std::function<void()> writing = [] {};
   // update() and finish_update() are over.
@@ -61,6 +63,8 @@ class ConsumerEngine {
 
   // Compiles every copy of the plan, allocates the receive ring and, staged, the stage. On the caller's thread.
   Status prepare();
+  // Where a producer listens, when that is not what the tables say. Before connect().
+  void producer_at(std::uint32_t rank, std::string address) { addresses_[rank] = std::move(address); }
   // Opens a hot endpoint to every producer of the plan that is not lost and says hello. Done when connected() is
   // true.
   Status connect(std::int64_t timeout_ns);
@@ -68,12 +72,23 @@ class ConsumerEngine {
   const Status& connect_error() const { return connect_error_; }
 
   // `plan`: what this sync runs (restrict_plan of the whole plan), null for all of it. Its copies are
-  // compiled here, and kept until a sync runs another one. Connections that broke are opened again first.
+  // compiled here, and kept until a sync runs another one. Connections that broke are opened again first, and
+  // producers that have returned serve as planned from here on, or, where they could not be reserved at, are
+  // stood in for still.
   Status start_update(std::uint64_t sync_id, std::uint64_t version, std::shared_ptr<const WorkerPlan> plan);
   Status update();
   Status finish_update(std::uint64_t sync_id);
   void fail(std::uint64_t sync_id, const Status& why);
   void producer_lost(std::uint32_t rank, const Status& why);
+  // A lost producer has a successor, which is in the syncs after `without_until`. Connects to it and announces
+  // this worker's pulls there, beside a sync that runs; `limit_ns`: for how long both may take together.
+  void producer_returned(std::uint32_t rank, std::string address, std::uint64_t without_until,
+                         std::int64_t limit_ns);
+  // The answer to hooks.announce. False: nothing was announced there.
+  bool reserved(std::uint32_t rank, const Status& status);
+  // Whether all that have returned are connected and reserved at, or have failed to be: a sync is to be started
+  // then. Those that failed for an earlier sync are tried once more.
+  bool ready_for(std::uint64_t sync_id);
   void recovery_reserved(std::uint32_t rank, const Status& status);
   void signals_acked(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups);
   void tick();
@@ -104,6 +119,17 @@ class ConsumerEngine {
   struct Endpoint {
     std::uint32_t producer = 0;
     bool greeted = false;
+    bool waits = false;  // to a producer that has returned: for the next sync
+  };
+  // A producer that has returned, until a sync takes it in.
+  struct Returning {
+    std::uint64_t without_until = 0;
+    std::int64_t limit_ns = 0, deadline_ns = 0;
+    EndpointId endpoint = 0;  // 0: this worker takes nothing from it, or it has failed
+    bool greeted = false, reserved = false;
+    std::optional<Status> failed;
+    std::uint64_t tried_for = 0;  // the sync that it failed before
+    bool ready() const { return greeted && reserved; }
   };
   // One copy of a chunk, ready to run: `program` reads from the key's packed bytes, or from the piece's first
   // element (direct; mapped without sums).
@@ -232,7 +258,13 @@ class ConsumerEngine {
   // middle of the event that asked for the message.
   void give_up(EndpointId endpoint, const Status& why);
   // Opens an endpoint and says hello.
-  Status connect_to(std::uint32_t producer, std::int64_t timeout_ns);
+  Result<EndpointId> connect_to(std::uint32_t producer, std::int64_t timeout_ns);
+  bool planned(std::uint32_t producer) const;
+  void meet(std::uint32_t producer);  // one that has returned
+  void returning_failed(std::uint32_t producer, const Status& why);
+  // Takes those that have returned into the sync.
+  void take_in(std::uint64_t sync_id);
+  void forget_endpoint(EndpointId endpoint);
   HotHeader header(HotType type, std::uint64_t sync_id) const;
   void run_fills(const PreparedChunk& chunk) const;
   // Where what is sent for a parameter lands, its first element: in the parameter or in the stage.
@@ -267,6 +299,8 @@ class ConsumerEngine {
   std::map<EndpointId, Endpoint> endpoints_;
   std::set<std::uint32_t> lost_;    // producers whose process is gone
   std::set<std::uint32_t> broken_;  // others whose endpoint broke
+  std::vector<std::string> addresses_;  // hot, by producer
+  std::map<std::uint32_t, Returning> returning_;  // by producer
   std::size_t greeted_ = 0;
   Status connect_error_;
   std::unordered_map<ReadToken, Transfer> transfers_;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <deque>
 #include <map>
 #include <set>
@@ -126,6 +127,8 @@ struct Trainer::Impl final : TransportSink {
   // Sender: opens a sync over the whole replicas, once there is one.
   Status open_sync(std::uint64_t version, const NameSet& names);
   Status wait_for_open(std::uint64_t version, SyncOpen& open);
+  Result<SyncOpen> take_opened(std::uint64_t limit_ms, const std::function<std::string()>& what);
+  Result<NextSync> next_sync();
   // What `open` asks for, against what this rank's caller does.
   Status check_open(const SyncOpen& open, std::uint64_t version, const NameSet& names) const;
   // "all names", "3 of 40 names: 'a', 'b', 'c'".
@@ -156,7 +159,10 @@ struct Trainer::Impl final : TransportSink {
   void on_control(const Member& from, Incarnation from_incarnation, ControlBody body);
   void on_lost(const Member& member, const Status& why);
   void on_tick();
-  void collect_join(std::uint32_t rank, TrainerJoin join);
+  void collect_join(std::uint32_t rank, Incarnation life, TrainerJoin join);
+  // A lost rank's next life.
+  void take_back(std::uint32_t rank, Incarnation life, const TrainerJoin& join);
+  Status check_return(std::uint32_t rank, const TrainerJoin& join) const;
   void answer_joins(const Status& status);
   Result<InitTables> resolve();
   Status check_request(std::uint32_t consumer, const InitRequest& request) const;
@@ -195,10 +201,12 @@ struct Trainer::Impl final : TransportSink {
   Holding holding;
 
   // Confined to the progress thread.
-  std::map<std::uint32_t, TrainerJoin> joins;
+  std::map<std::uint32_t, TrainerJoin> joins;  // of their first lives
+  std::map<std::uint32_t, Incarnation> rank_lives;
   bool joins_answered = false;
   std::map<std::uint32_t, InitRequest> early_requests;  // sender: before the tables exist
   Status last_loss;                                     // sender: of a worker
+  std::map<std::uint32_t, Status> rank_losses;          // sender: the latest, by rank
   std::set<std::uint32_t> ready_workers;                // sender: InitDone OK and not lost since
   std::unique_ptr<TrainerMachine> trainer;
   std::unique_ptr<SenderMachine> sync;  // sender
@@ -216,10 +224,11 @@ struct Trainer::Impl final : TransportSink {
   std::set<std::uint32_t> joined_workers SHARDPULL_GUARDED_BY(mutex);  // sender
   std::optional<Status> table_status SHARDPULL_GUARDED_BY(mutex);
   std::map<std::uint32_t, InitDone> workers_done SHARDPULL_GUARDED_BY(mutex);
-  std::uint64_t times_joined SHARDPULL_GUARDED_BY(mutex) = 0;  // sender: workers that became ready
+  std::uint64_t times_joined SHARDPULL_GUARDED_BY(mutex) = 0;  // sender: workers became ready, ranks came back
   std::optional<Status> init_failure
       SHARDPULL_GUARDED_BY(mutex);                             // sender: a member lost before init was over
-  std::optional<SyncOpen> opened SHARDPULL_GUARDED_BY(mutex);  // not yet taken by send_weights
+  bool returned SHARDPULL_GUARDED_BY(mutex) = false;           // this rank, to a fleet that ran already
+  std::optional<SyncOpen> opened SHARDPULL_GUARDED_BY(mutex);  // not yet taken by send_weights or next_sync
   std::deque<TrainerAction> work SHARDPULL_GUARDED_BY(mutex);  // for the caller of send_weights
   std::optional<SyncClosed> closed SHARDPULL_GUARDED_BY(mutex);
   std::optional<Status> ended SHARDPULL_GUARDED_BY(mutex);  // the fleet is over, OK or not
@@ -228,6 +237,7 @@ struct Trainer::Impl final : TransportSink {
   GroupPlacer placer{rank, clock};
   SpanLog gather_log;                 // of the running sync
   std::int64_t opened_ns = 0;         // when this rank learnt of it
+  std::optional<SyncOpen> next;       // taken by next_sync, for send_weights
   std::optional<SyncOpen> traced;     // what was opened, until it has been traced
   Timeline timeline;                  // of the last sync
   std::unique_ptr<FleetTrace> trace;  // null: none; take() is also called on the progress thread
@@ -289,7 +299,7 @@ Status Trainer::Impl::start() {
           .up =
               [this](const Member& member, Incarnation from_incarnation) {
                 if (member.role == Role::kWorker) server->consumer_up(member.id, from_incarnation);
-                if (sync) sync->member_up(member);
+                if (sync && member.role == Role::kWorker) sync->worker_up(member.id);
               },
           .lost = [this](const Member& member, const Status& why) { on_lost(member, why); }});
   progress->start();
@@ -441,18 +451,16 @@ Status Trainer::Impl::wait_for_workers() {
 // ---- the collective, on the sender's progress thread
 // ----------------------------------------------------------------------
 
-void Trainer::Impl::collect_join(std::uint32_t rank, TrainerJoin message) {
-  if (joins_answered || rank >= options.world_size) {
-    send({Role::kTrainer, rank},
-         TrainerTable{Status(StatusCode::kFailedPrecondition,
-                             joins_answered ? "the collective of trainer_init is over: trainers do not rejoin"
-                                            : fmt::format("rank {} is out of range: world_size is {}", rank,
-                                                          options.world_size),
-                             {.reason = Reason::kWrongState}),
-                      {}});
-    return;
+void Trainer::Impl::collect_join(std::uint32_t rank, Incarnation life, TrainerJoin message) {
+  if (joins_answered && rank < options.world_size) return take_back(rank, life, message);
+  if (rank >= options.world_size) {
+    const Status wrong(StatusCode::kFailedPrecondition,
+                       fmt::format("rank {} is out of range: world_size is {}", rank, options.world_size),
+                       {.reason = Reason::kWrongState});
+    return send({Role::kTrainer, rank}, TrainerTable{wrong, {}});
   }
   joins[rank] = std::move(message);
+  rank_lives[rank] = life;
   {
     MutexLock lock(mutex);
     joined_ranks.insert(rank);
@@ -471,6 +479,71 @@ void Trainer::Impl::collect_join(std::uint32_t rank, TrainerJoin message) {
   const std::map<std::uint32_t, InitRequest> waiting = std::move(early_requests);
   early_requests.clear();
   for (const auto& [consumer, request] : waiting) answer_init_request(consumer, request);
+}
+
+Status Trainer::Impl::check_return(std::uint32_t rank, const TrainerJoin& message) const {
+  const auto refuse = [&](Reason reason, const std::string& what) {
+    return Status(StatusCode::kFailedPrecondition,
+                  fmt::format("trainer {} cannot join again: {}", rank, what), {.reason = reason});
+  };
+  {
+    MutexLock lock(mutex);
+    if (tables == nullptr) return refuse(Reason::kWrongState, "trainer_init of this fleet has failed");
+  }
+  if (!sync->lost(rank)) return refuse(Reason::kWrongState, "it is in the fleet");
+  const TrainerJoin& first = joins.at(rank);
+  if (message.settings != first.settings) {
+    return refuse(Reason::kSettingMismatch, fmt::format("its settings are [{}], in its first life they were [{}]",
+                                                        to_text(message.settings), to_text(first.settings)));
+  }
+  if (message.holding == first.holding) return {};
+  const auto now = decode_holding(message.holding.data(), message.holding.size());
+  if (!now.ok()) return now.status().with_context(fmt::format("what trainer {} holds", rank));
+  const auto then = decode_holding(first.holding.data(), first.holding.size());
+  if (then.ok() && now->digest != then->digest) {
+    return refuse(Reason::kMetadataMismatch,
+                  fmt::format("the digest of its metadata is {}, in its first life it was {}",
+                              shardpull::to_string(now->digest), shardpull::to_string(then->digest)));
+  }
+  const auto describe = [](const Holding& held) {
+    std::size_t whole = 0;
+    for (const std::uint8_t bits : held.whole) whole += static_cast<std::size_t>(std::popcount(bits));
+    return fmt::format("{} whole names and {} pieces{}{}", whole, held.pieces.size(),
+                       held.mappable ? ", mappable" : "", held.resident ? ", resident" : "");
+  };
+  return refuse(Reason::kMetadataMismatch,
+                fmt::format("it holds something else ({}) than in its first life ({})", describe(*now),
+                            then.ok() ? describe(*then) : "unknown"));
+}
+
+void Trainer::Impl::take_back(std::uint32_t rank, Incarnation life, const TrainerJoin& message) {
+  const Member member{Role::kTrainer, rank};
+  const Status refused = check_return(rank, message);
+  if (!refused.ok()) {
+    log_warn("{}", refused.to_string());
+    return send(member, TrainerTable{refused, {}});
+  }
+  rank_lives[rank] = life;
+  TrainerTable answer{{}, {}, true};
+  {
+    MutexLock lock(mutex);
+    auto changed = std::make_shared<InitTables>(*tables);
+    changed->producers[rank] = message.producer_address;
+    tables = std::move(changed);
+    answer.tables = encode_tables(*tables);
+  }
+  sync->take_back(rank);
+  // The rank hears first: whoever reserves there finds its producer started.
+  send(member, std::move(answer));
+  for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker)
+    send({Role::kWorker, worker}, TrainerReturned{rank, life, message.producer_address, last_sync_id});
+  log_info("trainer {} is back, and in the syncs after sync {}", rank, last_sync_id);
+  {
+    MutexLock lock(mutex);
+    ++times_joined;
+    wake.notify_all();
+  }
+  fault_point("sender.rejoined", 0);
 }
 
 Result<InitTables> Trainer::Impl::resolve() {
@@ -518,7 +591,7 @@ void Trainer::Impl::answer_joins(const Status& status) {
   }
   for (const auto& [rank, message] : joins) send({Role::kTrainer, rank}, answer);
   for (const auto& [consumer, request] : early_requests) {
-    if (!status.ok()) send({Role::kWorker, consumer}, InitPayload{status, {}});
+    if (!status.ok()) send({Role::kWorker, consumer}, InitPayload{status, {}, {}});
   }
 }
 
@@ -560,8 +633,13 @@ void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitReques
     }
     status = Status(StatusCode::kFailedPrecondition, "trainer_init failed");
   }
-  send({Role::kWorker, consumer},
-       InitPayload{status, status.ok() ? encode_tables(*current) : std::vector<std::byte>{}});
+  InitPayload answer{status, {}, {}};
+  if (status.ok()) {
+    answer.tables = encode_tables(*current);
+    for (std::uint32_t rank = 0; rank < options.world_size; ++rank)
+      answer.trainers.push_back(sync->lost(rank) ? 0 : rank_lives[rank]);
+  }
+  send({Role::kWorker, consumer}, std::move(answer));
 }
 
 void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
@@ -596,9 +674,11 @@ void Trainer::Impl::on_lost(const Member& member, const Status& why) {
       drive_sender(
           [&](std::int64_t now, SenderActions& out) { sync->consumer_lost(now, member.id, named, out); });
   } else {
-    if (sync)
+    if (sync) {
+      rank_losses[member.id] = named;
       drive_sender(
           [&](std::int64_t now, SenderActions& out) { sync->rank_lost(now, member.id, named, out); });
+    }
     // Whether a sync can go on without a rank is the sender's to say.
     if (member == kSender && running_sync != 0) server->fail(running_sync, named);
   }
@@ -661,6 +741,7 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
     }
     MutexLock lock(mutex);
     table_status = status;
+    returned = message->returned;
     wake.notify_all();
   } else if (auto* message = std::get_if<SyncOpen>(&body); message && from == kSender) {
     server->sync_opened(message->sync_id, message->live_consumers);
@@ -677,7 +758,7 @@ void Trainer::Impl::on_control(const Member& from, Incarnation from_incarnation,
   } else if (!sender) {
     log_debug("{} from {} is not for trainer {}: dropped", name_of(body), to_string(from), options.rank);
   } else if (auto* message = std::get_if<TrainerJoin>(&body); message && from_trainer) {
-    collect_join(from.id, std::move(*message));
+    collect_join(from.id, from_incarnation, std::move(*message));
   } else if (auto* message = std::get_if<InitRequest>(&body); message && !from_trainer) {
     answer_init_request(from.id, *message);
   } else if (auto* message = std::get_if<InitDone>(&body); message && !from_trainer) {
@@ -815,10 +896,23 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
     }
     Status status;
     std::string missing;
+    bool begun = false;
     progress->run([&] {
       live = whole_replicas();
       missing = missing_workers();
-      if (live.empty()) return;
+      if (live.empty()) {
+        missing = fmt::format("a whole replica of workers; missing: {}", missing);
+        return;
+      }
+      if (const std::vector<std::uint32_t> ranks = sync->missed_ranks(); !ranks.empty()) {
+        missing.clear();
+        for (const std::uint32_t rank : ranks)
+          missing += fmt::format("{}trainer {}", missing.empty() ? "" : ", ", rank);
+        missing = fmt::format("{} to come back, of whose weights nobody else has all ({})", missing,
+                              rank_losses[ranks.back()].message());
+        return;
+      }
+      begun = true;
       report = {};
       report.sync_id = ++last_sync_id;
       if (trace) trace->begin(report.sync_id);
@@ -826,6 +920,9 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
       sync_names = names;
       for (const std::uint32_t consumer : live)
         messages.forget_errors_of(to_string(Member{Role::kWorker, consumer}));
+      for (std::uint32_t rank = 1; rank < options.world_size; ++rank) {
+        if (!sync->lost(rank)) messages.forget_errors_of(to_string(Member{Role::kTrainer, rank}));
+      }
       drive_sender([&](std::int64_t now, SenderActions& out) {
         status = sync->begin(now, report.sync_id, live, out);
       });
@@ -834,12 +931,11 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
                  options.num_consumers, missing);
       }
     });
-    if (!live.empty()) return status;
-    // Its workers were lost: one that is started again may be on its way.
+    if (begun) return status;
+    // Who was lost may be on its way again.
     const std::int64_t left = std::max<std::int64_t>(0, deadline - clock.now_ns());
     status = wait_for([&]() SHARDPULL_REQUIRES(mutex) { return times_joined != joined; },
-                      static_cast<std::uint64_t>(left / kNanosPerMilli),
-                      [&] { return fmt::format("a whole replica of workers; missing: {}", missing); });
+                      static_cast<std::uint64_t>(left / kNanosPerMilli), [&] { return missing; });
     if (!status.ok()) return status;
   }
 }
@@ -847,18 +943,49 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
 Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
   // Before the first sync the sender may still wait for workers to appear.
   const std::uint64_t limit_ms = options.fleet.stall_timeout_ms + options.fleet.connect_timeout_ms;
-  SHARDPULL_RETURN_IF_ERROR(
-      wait_for([this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, limit_ms,
-               [&] { return fmt::format("trainer 0 to open the sync of version {}", version); }));
+  if (next) {
+    open = *std::exchange(next, std::nullopt);
+  } else {
+    SHARDPULL_ASSIGN_OR_RETURN(
+        open, take_opened(limit_ms, [&] { return fmt::format("trainer 0 to open the sync of version {}", version); }));
+  }
   MutexLock lock(mutex);
-  open = std::move(*opened);
-  opened.reset();
   // A sync that failed before this rank came to it has been closed already; its verdict is kept.
-  if (closed && closed->sync_id != open.sync_id) closed.reset();
-  if (closed)
-    return closed->status.ok() ? Status(StatusCode::kInternal, "a sync was closed before this rank ended")
-                               : closed->status;
-  return {};
+  if (closed && closed->sync_id < open.sync_id) closed.reset();
+  if (!closed) return {};
+  if (closed->sync_id != open.sync_id) {
+    return Status(StatusCode::kAborted,
+                  fmt::format("sync {} was over before trainer {} came to it", open.sync_id, options.rank),
+                  {.reason = Reason::kSuperseded});
+  }
+  return closed->status.ok() ? Status(StatusCode::kInternal, "a sync was closed before this rank ended")
+                             : closed->status;
+}
+
+Result<SyncOpen> Trainer::Impl::take_opened(std::uint64_t limit_ms, const std::function<std::string()>& what) {
+  SHARDPULL_RETURN_IF_ERROR(
+      wait_for([this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, limit_ms, what));
+  MutexLock lock(mutex);
+  return *std::exchange(opened, std::nullopt);
+}
+
+Result<NextSync> Trainer::Impl::next_sync() {
+  if (!initialised || stopped || sender) {
+    return Status(StatusCode::kFailedPrecondition,
+                  sender         ? "next_sync on the sender, which opens the syncs"
+                  : !initialised ? "next_sync before init"
+                                 : "the trainer has been shut down",
+                  {.reason = Reason::kWrongState});
+  }
+  // No limit of its own: a training step takes as long as it takes, and the sender's loss ends the fleet.
+  if (!next) {
+    SHARDPULL_ASSIGN_OR_RETURN(next, take_opened(kNoLimit, [] { return std::string("trainer 0 to open a sync"); }));
+  }
+  NextSync out{next->version, {}};
+  for (std::uint32_t name = 0; !next->names.empty() && name < rank.metadata.size(); ++name) {
+    if (listed(next->names, name)) out.names.push_back(name);
+  }
+  return out;
 }
 
 std::string Trainer::Impl::names_text(const NameSet& names) const {
@@ -989,7 +1116,11 @@ void Trainer::Impl::trace_sync(std::int64_t started_ns, std::uint64_t version,
   const auto add = [&](const Member& member) {  // who is gone tells nothing, and is not waited for
     if (sender && member != kSender) (control->clock_offset(member) ? others : gone).push_back(member);
   };
-  for (std::uint32_t other = 0; other < options.world_size; ++other) add({Role::kTrainer, other});
+  for (std::uint32_t other = 0; other < options.world_size; ++other) {
+    // One that has come back since it was lost was not in the sync either.
+    const auto& lost_ranks = outcome.ok() ? outcome->lost_ranks : std::vector<std::uint32_t>{};
+    if (!std::binary_search(lost_ranks.begin(), lost_ranks.end(), other)) add({Role::kTrainer, other});
+  }
   for (const std::uint32_t consumer : open.live_consumers) add({Role::kWorker, consumer});
   trace->finish({.sync_id = open.sync_id,
                  .version = version,
@@ -1253,6 +1384,15 @@ Result<SyncReport> Trainer::send_weights(std::uint64_t version, const SendOption
   if (impl_->sender && report.ok()) log_info("sync {}: {}", report->sync_id, summary_line(*report));
   impl_->trace_sync(started_ns, version, report);
   return report;
+}
+
+bool Trainer::returned() const {
+  MutexLock lock(impl_->mutex);
+  return impl_->returned;
+}
+
+Result<NextSync> Trainer::next_sync() {
+  return impl_->next_sync();
 }
 
 Status Trainer::send_message(const std::string& to, const std::string& topic, const std::string& body) {

@@ -127,6 +127,9 @@ struct Worker::Impl final : TransportSink {
   Status make_plan();
   Status reserve();
   void announce(std::uint32_t producer, std::uint64_t slot_bytes, const std::vector<PullDescription>& pulls);
+  void announce_plan(std::uint32_t producer);  // of the regular lane there
+  // Whether the rank is in the fleet as far as this worker knows. On the progress thread.
+  bool in_fleet(std::uint32_t rank) const;
   // Makes the link to the other workers of the replica.
   Status meet_mates();
   // Waits until `ready` (called with `mutex` held), the fleet's end, or the connect timeout; the error says
@@ -142,6 +145,8 @@ struct Worker::Impl final : TransportSink {
   void on_up(const Member& member, Incarnation incarnation);
   void on_lost(const Member& member, const Status& why);
   void on_tick();
+  // Starts the deferred update once nothing holds it back any more.
+  void try_start();
   void start_update(const StartUpdate& message);
   void deliver(std::uint64_t sync_id, const Status& status);
   void push_result(std::uint64_t version, const Status& status, const WorkerReport& report,
@@ -185,7 +190,10 @@ struct Worker::Impl final : TransportSink {
   std::atomic<std::uint64_t> version_guard{0};
 
   // Confined to the progress thread.
-  std::set<std::uint32_t> ranks_up;
+  std::map<std::uint32_t, Incarnation> ranks_up;
+  std::vector<Incarnation> trainers;                  // by rank: the life the sender speaks of; 0: lost
+  std::map<std::uint32_t, std::string> returned;      // where those listen that came back since the payload
+  bool met = false;                                   // reserve() has begun
   std::unique_ptr<ReplicaLink> replica;               // null until the fleet is known
   std::map<std::uint32_t, Incarnation> workers_up;    // before that
   std::map<std::uint32_t, std::pair<Incarnation, std::string>> workers_listen;
@@ -198,7 +206,7 @@ struct Worker::Impl final : TransportSink {
   bool current_trace = false;                      // the sender wants current_sync's timeline
   bool delivered = true;                           // whether current_sync's result has reached serve()
   int pending_results = 0;  // handed to serve() whose on_sync has not returned: the next StartUpdate waits
-  std::optional<StartUpdate> deferred;
+  std::optional<StartUpdate> deferred;  // for that, or for trainers that are coming back
 
   Mutex mutex;
   CondVar wake;
@@ -370,6 +378,7 @@ Status Worker::Impl::make_plan() {
     const auto pulls = recovery_pulls_at(*plan, producer, effective_workers_per_replica(*tables));
     announce(producer, lane_slot_bytes(pulls), pulls);
   };
+  hooks.announce = [this](std::uint32_t producer) { announce_plan(producer); };
   hooks.writing = [this] {
     if (version_guard.load() % 2 == 0) version_guard.fetch_add(1);  // odd before the first byte is written
   };
@@ -422,14 +431,16 @@ Status Worker::Impl::reserve() {
   Status status;
   std::vector<std::uint32_t> producers;
   progress->run([&] {
+    met = true;
+    for (const auto& [rank, address] : returned) engine->producer_at(rank, address);
     // Of a fleet that goes on without it. Also one that this worker takes nothing from: it would be signalled.
     for (std::uint32_t rank = 0; rank < tables->producers.size(); ++rank) {
-      if (ranks_up.contains(rank)) continue;
+      if (in_fleet(rank)) continue;
       engine->producer_lost(rank, Status(StatusCode::kUnavailable, "it was down before this worker joined",
                                          {.reason = Reason::kPeerLost, .fault = Fault::kPeer}));
     }
     for (const ProducerPlan& producer : plan->producers) {
-      if (ranks_up.contains(producer.producer)) producers.push_back(producer.producer);
+      if (in_fleet(producer.producer)) producers.push_back(producer.producer);
     }
     status = engine->connect(static_cast<std::int64_t>(options.fleet.connect_timeout_ms) * kNanosPerMilli);
     after_event();
@@ -440,12 +451,7 @@ Status Worker::Impl::reserve() {
   progress->run([&] { status = engine->connected() ? Status() : engine->connect_error(); });
   SHARDPULL_RETURN_IF_ERROR(status);
 
-  for (const ProducerPlan& producer : plan->producers) {
-    if (std::find(producers.begin(), producers.end(), producer.producer) == producers.end()) continue;
-    announce(producer.producer,
-             producer.serve_slot_bytes == 0 ? 0 : std::max(producer.serve_slot_bytes, tables->presize),
-             pulls_at(*plan, producer.producer));
-  }
+  for (const std::uint32_t producer : producers) announce_plan(producer);
   SHARDPULL_RETURN_IF_ERROR(wait_for(
       [&]() SHARDPULL_REQUIRES(mutex) { return reserve_replies.size() == producers.size(); },
       "answer to reserve"));
@@ -454,6 +460,20 @@ Status Worker::Impl::reserve() {
     if (!reply.ok()) return reply.with_context(fmt::format("trainer {} refused this worker's plan", rank));
   }
   return {};
+}
+
+bool Worker::Impl::in_fleet(std::uint32_t rank) const {
+  const auto up = ranks_up.find(rank);
+  return up != ranks_up.end() && rank < trainers.size() && trainers[rank] == up->second;
+}
+
+void Worker::Impl::announce_plan(std::uint32_t producer) {
+  for (const ProducerPlan& planned_at : plan->producers) {
+    if (planned_at.producer != producer) continue;
+    announce(producer,
+             planned_at.serve_slot_bytes == 0 ? 0 : std::max(planned_at.serve_slot_bytes, tables->presize),
+             pulls_at(*plan, producer));
+  }
 }
 
 void Worker::Impl::announce(std::uint32_t producer, std::uint64_t slot_bytes,
@@ -506,7 +526,7 @@ void Worker::Impl::end_if_decided() {
 
 void Worker::Impl::on_up(const Member& member, Incarnation life) {
   if (member.role == Role::kTrainer) {
-    ranks_up.insert(member.id);
+    ranks_up[member.id] = life;
   } else if (replica != nullptr) {
     replica->worker_up(member.id, life);
   } else {
@@ -516,13 +536,15 @@ void Worker::Impl::on_up(const Member& member, Incarnation life) {
 
 void Worker::Impl::on_control(const Member& from, Incarnation life, ControlBody body) {
   if (auto* message = std::get_if<InitPayload>(&body)) {
+    trainers = message->trainers;
+    returned.clear();
     MutexLock lock(mutex);
     payload = std::move(*message);
     wake.notify_all();
   } else if (auto* message = std::get_if<ReserveReply>(&body)) {
     if (message->lane_kind == static_cast<std::uint32_t>(LaneKind::kRecovery)) {
       if (engine != nullptr) engine->recovery_reserved(from.id, message->status);
-    } else {
+    } else if (engine == nullptr || !engine->reserved(from.id, message->status)) {
       MutexLock lock(mutex);
       reserve_replies[from.id] = message->status;
       wake.notify_all();
@@ -531,6 +553,19 @@ void Worker::Impl::on_control(const Member& from, Incarnation life, ControlBody 
     log_info("the fleet ends: {}", message->reason);
     ending = end_of(*message);
     end_if_decided();
+  } else if (auto* message = std::get_if<TrainerReturned>(&body)) {
+    const auto up = ranks_up.find(message->rank);
+    // Not one that is lost again. What came before the payload is in it.
+    if (message->rank < trainers.size() && up != ranks_up.end() && up->second == message->incarnation) {
+      trainers[message->rank] = message->incarnation;
+      if (met) {
+        const auto limit_ms = std::min(options.fleet.connect_timeout_ms, options.fleet.stall_timeout_ms / 2);
+        engine->producer_returned(message->rank, std::move(message->producer_address), message->without_until,
+                                  static_cast<std::int64_t>(limit_ms) * kNanosPerMilli);
+      } else {
+        returned[message->rank] = std::move(message->producer_address);
+      }
+    }
   } else if (auto* message = std::get_if<MateListens>(&body)) {
     if (replica != nullptr) {
       replica->mate_listens(from.id, life, std::move(message->address));
@@ -540,13 +575,8 @@ void Worker::Impl::on_control(const Member& from, Incarnation life, ControlBody 
   } else if (engine == nullptr) {
     log_debug("{} from {} before this worker was ready: dropped", name_of(body), to_string(from));
   } else if (auto* message = std::get_if<StartUpdate>(&body)) {
-    // A mate of one that was lost may still drain the sync that it was taken out of: its result follows.
-    const WorkerState state = engine->machine().state();
-    if (pending_results != 0 || state == WorkerState::kUpdating || state == WorkerState::kCommitting) {
-      deferred = std::move(*message);
-    } else {
-      start_update(*message);
-    }
+    deferred = std::move(*message);
+    try_start();
   } else if (auto* message = std::get_if<Update>(&body)) {
     const Status status =
         message->sync_id == current_sync
@@ -574,6 +604,16 @@ void Worker::Impl::on_control(const Member& from, Incarnation life, ControlBody 
     log_debug("{} from {} is not for a worker: dropped", name_of(body), to_string(from));
   }
   after_event();
+}
+
+void Worker::Impl::try_start() {
+  if (!deferred || pending_results != 0) return;
+  // A mate of one that was lost may still drain the sync that it was taken out of: its result follows.
+  const WorkerState state = engine->machine().state();
+  if (state == WorkerState::kUpdating || state == WorkerState::kCommitting) return;
+  if (!engine->ready_for(deferred->sync_id)) return;
+  const StartUpdate message = *std::exchange(deferred, std::nullopt);
+  start_update(message);
 }
 
 void Worker::Impl::start_update(const StartUpdate& message) {
@@ -655,6 +695,7 @@ void Worker::Impl::write_trace(const Result_& result) {
 
 void Worker::Impl::after_event() {
   if (engine == nullptr) return;
+  try_start();
   MutexLock lock(mutex);
   if (!hot_ready && (engine->connected() || !engine->connect_error().ok())) {
     hot_ready = true;
@@ -670,6 +711,7 @@ void Worker::Impl::on_lost(const Member& member, const Status& why) {
   if (engine != nullptr && member.role == Role::kTrainer) engine->producer_lost(member.id, named);
   after_event();
   if (member == kSender) {
+    deferred.reset();
     // A sender that ends the fleet has no commit under way: there is nobody to tell or ask.
     if (replica != nullptr && (!ending || being_decided())) replica->sender_lost(named);
     if (!ending) ending = named;
@@ -755,10 +797,8 @@ Status Worker::serve(const OnSync& on_sync) {
     worker.write_trace(result);
     if (on_sync) on_sync(result.version, result.status, result.report);
     worker.progress->post([&worker] {
-      if (--worker.pending_results != 0 || !worker.deferred) return;
-      const StartUpdate message = std::move(*worker.deferred);
-      worker.deferred.reset();
-      worker.start_update(message);
+      --worker.pending_results;
+      worker.try_start();
     });
   }
 }

@@ -35,8 +35,8 @@ struct Fault {
 };
 std::string to_string(const Fault& fault);
 
-// None to three faults of a sync of about `steps` steps. `last`: also those that end the fleet, or leave it
-// without a rank.
+// None to three faults of a sync of about `steps` steps. `last`: one that ends the fleet among them, or that
+// leaves it without a rank.
 std::vector<Fault> draw_faults(Random& random, const SimOptions& options, std::uint64_t steps, bool last);
 
 // What has happened to the processes of a sync, before it or in it.

@@ -20,8 +20,10 @@ static_assert(kSyncLimitNs < kSimStallNs);
 Fleet::Fleet(World& world, const SimModel& model, std::uint64_t seed)
     : world_(world), model_(model), random_(Random(seed).fork(10)) {
   for (std::uint32_t r = 0; r < model.options.trainers; ++r)
-    trainers_.push_back(std::make_unique<SimTrainer>(world, model, readers_, r));
+    trainers_.push_back(std::make_unique<SimTrainer>(world, model, readers_, r, 0));
   peaks_.assign(trainers_.size(), 0);
+  rank_lives_.assign(trainers_.size(), 0);
+  rank_hit_.assign(trainers_.size(), -1);
   const std::uint32_t consumers = model.tables->num_consumers;
   lives_.assign(consumers, 0);
   hit_.assign(consumers, -1);
@@ -78,11 +80,16 @@ void Fleet::strike(const Fault& fault) {
       world_.control().silence({Role::kWorker, fault.worker}, fault.duration_ns);
       return;
     case FaultKind::kCrashRank:
-      struck_.ranks.insert(fault.rank);
-      return rank.crash();
+      hit_rank(fault.rank);
+      rank.crash();
+      if (random_.chance(0.4))
+        world_.later(100 * kNanosPerMilli, [this, r = fault.rank] {
+          if (trainers_[r]->down()) restart_rank(r);
+        });
+      return;
     case FaultKind::kSilenceRank:
       if (world_.control().silence({Role::kTrainer, fault.rank}, fault.duration_ns)) {
-        struck_.ranks.insert(fault.rank);
+        hit_rank(fault.rank);
         struck_.estranged = estranged_ = true;
       }
       return;
@@ -118,10 +125,48 @@ void Fleet::restart(std::uint32_t consumer) {
   ++rejoined_;
 }
 
+// The rank's process is about to be lost.
+void Fleet::hit_rank(std::uint32_t rank) {
+  rank_hit_[rank] = rank_lives_[rank];
+  struck_.ranks.insert(rank);
+}
+
+void Fleet::restart_rank(std::uint32_t rank) {
+  if (over()) return;
+  if (!trainers_[rank]->down()) {
+    hit_rank(rank);
+    trainers_[rank]->crash();
+  }
+  dead_trainers_.push_back(std::move(trainers_[rank]));
+  trainers_[rank] = std::make_unique<SimTrainer>(world_, model_, readers_, rank, ++rank_lives_[rank]);
+  world_.trace("restart_rank", rank, rank_lives_[rank]);
+}
+
+// Between syncs: ranks that are gone come back, or not yet.
+bool Fleet::heal_ranks(bool everybody) {
+  const auto was_hit = [&](std::uint32_t r) { return rank_hit_[r] == rank_lives_[r]; };
+  const auto joined = [&](std::uint32_t r) { return trainers_[0]->in_fleet(r) == trainers_[r]->incarnation(); };
+  for (std::uint32_t r = 1; r < trainers_.size(); ++r) {
+    if (was_hit(r) && (everybody || random_.chance(0.5))) restart_rank(r);
+  }
+  const auto settled = [&] {
+    for (std::uint32_t r = 1; r < trainers_.size(); ++r) {
+      if (!was_hit(r) && !joined(r)) return false;
+    }
+    return true;
+  };
+  if ((everybody || random_.chance(0.7)) && !wait_for(settled, "trainers to join again")) return false;
+  for (std::uint32_t r = 1; r < trainers_.size(); ++r) {
+    if (!was_hit(r) && joined(r) && struck_.ranks.erase(r) != 0) ++ranks_returned_;
+  }
+  return true;
+}
+
 // Between syncs: workers that are gone, or have lost a connection, come back; some do not yet, unless
 // `everybody` does. False: a rule was broken.
 bool Fleet::heal(bool everybody) {
   if (over()) return true;
+  if (!heal_ranks(everybody)) return false;
   const std::uint32_t all = model_.tables->num_consumers;
   const auto was_hit = [&](std::uint32_t c) { return hit_[c] == lives_[c]; };
   const auto joined = [&](std::uint32_t c) { return trainers_[0]->joined(c) == workers_[c]->incarnation(); };
@@ -186,18 +231,28 @@ void Fleet::call(std::uint32_t rank, std::uint64_t sync_id, std::uint64_t versio
   called_[rank] = true;
   if (rank == 0) note_before();
   SimTrainer& trainer = *trainers_[rank];
-  if (trainer.down()) return;
+  if (trainer.down() || trainer.follows()) return;
   trainer.send_weights(sync_id, version, allowed, names);
   if (rank != 0 || !trainer.outcome() || !trainer.outcome()->live.empty()) return;
   for (std::uint32_t r = 1; r < trainers_.size(); ++r) {  // there is no sync: the program on top says so
-    if (!trainers_[r]->down()) trainers_[r]->withdraw(trainer.outcome()->status);
+    if (!trainers_[r]->down() && !trainers_[r]->follows()) trainers_[r]->withdraw(sync_id, trainer.outcome()->status);
     called_[r] = true;
   }
 }
 
+// Whether the rank, which lives, has no part in the sync: it has come back too late for it.
+bool Fleet::absent(std::uint32_t rank) const {
+  const SimTrainer& trainer = *trainers_[rank];
+  if (!trainer.follows() || trainer.in_sync() || trainer.returned_of() == sync_id_) return false;
+  if (trainer.ended()) return true;
+  const auto& outcome = trainers_[0]->outcome();
+  return outcome && (outcome->live.empty() || std::binary_search(outcome->lost_ranks.begin(),
+                                                                outcome->lost_ranks.end(), rank));
+}
+
 bool Fleet::sync_is_over() const {
   for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
-    if (!called_[r] || (!trainers_[r]->down() && !trainers_[r]->returned())) return false;
+    if (!called_[r] || (!trainers_[r]->down() && !absent(r) && trainers_[r]->returned_of() != sync_id_)) return false;
   }
   if (!over()) return trainers_[0]->outcome().has_value();
   return std::all_of(workers_.begin(), workers_.end(), [](const auto& worker) { return worker->down(); });
@@ -253,6 +308,8 @@ void Fleet::count(SimReport& report) const {
   report.syncs_corrupt = corrupt_;
   report.syncs_lossy = lossy_;
   report.rejoined = rejoined_;
+  report.ranks_returned = ranks_returned_;
+  report.syncs_without_a_rank = rank_lossy_;
   report.faults = static_cast<std::uint32_t>(faults_.size());
   report.struck = faults_;
   report.longest_sync_ns = longest_ns_;
@@ -307,6 +364,7 @@ void Fleet::check_ranks() {
     if (trainer.down()) continue;
     if (trainer.trainer().running() || trainer.trainer().resident() != 0)
       world_.broken("trainer {} still holds groups after the sync", r);
+    if (absent(r)) continue;
     if (over()) {
       if (trainer.returned()->ok() && !trainers_[0]->committing())
         world_.broken("send_weights of trainer {} returned normally without the sender", r);
@@ -366,6 +424,10 @@ void Fleet::check_success(std::uint64_t version, const SyncOutcome& outcome, con
     return std::find(list.begin(), list.end(), c) != list.end();
   };
   if (!outcome.lost.empty()) ++lossy_;
+  if (!outcome.lost_ranks.empty()) ++rank_lossy_;
+  for (const std::uint32_t r : outcome.lost_ranks) {
+    if (!struck_.ranks.contains(r)) world_.broken("the sync went without trainer {}, which is there", r);
+  }
   for (const std::uint32_t c : outcome.lost) {
     if (!struck_.workers.contains(c)) world_.broken("the sync lost worker {}, which lives", c);
   }

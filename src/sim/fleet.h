@@ -47,8 +47,12 @@ class Fleet {
   void strike(const Fault& fault);
   void hit(std::uint32_t consumer);
   void restart(std::uint32_t consumer);
+  void hit_rank(std::uint32_t rank);
+  void restart_rank(std::uint32_t rank);
+  bool heal_ranks(bool everybody);
   bool heal(bool everybody);
   bool sync_is_over() const;
+  bool absent(std::uint32_t rank) const;
   void note_before();
   void call(std::uint32_t rank, std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed,
             const NameSet& names);
@@ -67,11 +71,14 @@ class Fleet {
   const SimModel& model_;
   Random random_;  // of faults alone: without them runs are what they were
   SlotReaders readers_;
-  std::vector<std::unique_ptr<SimTrainer>> trainers_;
+  std::vector<std::unique_ptr<SimTrainer>> trainers_;  // the latest life of each
+  std::vector<std::unique_ptr<SimTrainer>> dead_trainers_;
   std::vector<std::unique_ptr<SimWorker>> workers_;  // the latest life of each
   std::vector<std::unique_ptr<SimWorker>> dead_;     // earlier ones
   std::vector<std::int64_t> lives_;                  // by worker
   std::vector<std::int64_t> hit_;                    // by worker: the latest life that something ended; or -1
+  std::vector<std::uint32_t> rank_lives_;            // by trainer
+  std::vector<std::int64_t> rank_hit_;               // as hit_
   std::vector<std::uint32_t> peaks_;                 // by trainer
   std::uint64_t last_steps_ = 300;                   // of the sync before
 
@@ -85,6 +92,7 @@ class Fleet {
   bool ending_ = false;  // a fault of the kind that ends a fleet has been drawn
 
   std::uint32_t completed_ = 0, failed_ = 0, refused_ = 0, corrupt_ = 0, lossy_ = 0, rejoined_ = 0;
+  std::uint32_t rank_lossy_ = 0, ranks_returned_ = 0;
   std::vector<std::string> faults_;
   std::int64_t longest_ns_ = 0;
 };

@@ -44,11 +44,13 @@ std::uint64_t numel(const std::vector<std::int64_t>& shape) {
 
 }  // namespace
 
-SimTrainer::SimTrainer(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t rank)
+SimTrainer::SimTrainer(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t rank,
+                       std::uint32_t life)
     : Process(world),
       model_(model),
       readers_(readers),
       rank_(rank),
+      own_life_(life),
       producer_(std::make_unique<ProducerMachine>(producer_config(model, rank))),
       trainer_(model.options.lookahead),
       transport_(world.net().open(fmt::format("trainer-{}", rank), kSimToken, incarnation())) {
@@ -61,6 +63,7 @@ SimTrainer::SimTrainer(World& world, const SimModel& model, SlotReaders& readers
     config.fail_on_consumer_loss = model.options.fail_on_loss;
     sender_ = std::make_unique<SenderMachine>(config);
     sender_->set_tables(model.tables);
+    for (std::uint32_t r = 0; r < model.options.trainers; ++r) rank_lives_.push_back(1 + r);
   }
   const auto group_of = group_of_names(*model.tables);
   for (const auto& [name, piece] : model.held[rank]) {
@@ -149,8 +152,9 @@ void SimTrainer::send_weights(std::uint64_t sync_id, std::uint64_t version, std:
     committing_ = false;
     sent_ = Call{sync_id, version, whole_replicas(allowed), std::move(names)};
     if (sent_.live.empty()) {
-      withdraw(Status(StatusCode::kUnavailable, "no whole replica is left", {.reason = Reason::kPeerLost}));
-      outcome_ = SyncOutcome{*returned_, {}, {}, {}, false};
+      withdraw(sync_id,
+               Status(StatusCode::kUnavailable, "no whole replica is left", {.reason = Reason::kPeerLost}));
+      outcome_ = SyncOutcome{*returned_, {}, {}, {}, {}, false};
       return;
     }
     drive_sender([&](std::int64_t now, SenderActions& out) {
@@ -161,17 +165,24 @@ void SimTrainer::send_weights(std::uint64_t sync_id, std::uint64_t version, std:
   try_begin();
 }
 
-void SimTrainer::withdraw(const Status& why) {
+void SimTrainer::withdraw(std::uint64_t sync_id, const Status& why) {
   call_.reset();
   returned_ = why;
+  returned_of_ = sync_id;
 }
 
 void SimTrainer::try_begin() {
+  if (follows() && open_ && !call_) {
+    returned_.reset();
+    done_.reset();
+    call_ = Call{open_->sync_id, open_->version, {}, {}};
+  }
   if (!call_ || !open_ || call_->sync_id != open_->sync_id) return;
   const SyncOpen open = *std::exchange(open_, std::nullopt);
   call_.reset();
   if (closed_ && closed_->sync_id == open.sync_id) {  // over before this rank came to it
     returned_ = closed_->status;
+    returned_of_ = open.sync_id;
     if (returned_->ok()) world_.broken("sync {} was closed before trainer {} began it", open.sync_id, rank_);
     return;
   }
@@ -208,12 +219,13 @@ void SimTrainer::try_begin() {
 
 // send_weights returns when its part is over and the sender has spoken, or is gone.
 void SimTrainer::maybe_return() {
-  if (call_ && ended_) return withdraw(*ended_);
+  if (call_ && ended_) return withdraw(call_->sync_id, *ended_);
   if (!running_ || !done_) return;
   const bool closed = closed_ && closed_->sync_id == sync_id_;
   if (!closed && !ended_) return;
   running_ = false;
   returned_ = closed ? closed_->status : *ended_;
+  returned_of_ = sync_id_;
   if (returned_->ok()) returned_ = done_;
   overwrite_homes();
 }
@@ -583,8 +595,8 @@ void SimTrainer::perform(const sender_action::CloseSync& action) {
 }
 void SimTrainer::perform(const sender_action::SyncDone& action) {
   world_.trace("sync_done", action.sync_id, action.status.ok());
-  outcome_ =
-      SyncOutcome{action.status, sent_.live, action.lost_consumers, action.dropped_consumers, committing_};
+  outcome_ = SyncOutcome{action.status,      sent_.live, action.lost_consumers, action.dropped_consumers,
+                         action.lost_ranks, committing_};
 }
 
 void SimTrainer::on_member_up(const Member& member, Incarnation incarnation) {
@@ -594,7 +606,22 @@ void SimTrainer::on_member_up(const Member& member, Incarnation incarnation) {
       producer_->consumer_up(now, member.id, incarnation, out);
     });
   }
-  if (sender_) sender_->member_up(member);
+  if (sender_ && member.role == Role::kWorker) sender_->worker_up(member.id);
+  if (follows() && member == kSender) send(kSender, TrainerJoin{});
+}
+
+void SimTrainer::take_back(std::uint32_t rank, Incarnation life) {
+  world_.trace("take_back", rank, static_cast<std::int64_t>(life));
+  if (!sender_->lost(rank)) return world_.broken("trainer {} joins again, and is not lost", rank);
+  rank_lives_[rank] = life;
+  sender_->take_back(rank);
+  send({Role::kTrainer, rank}, TrainerTable{.status = {}, .tables = {}, .returned = true});
+  for (std::uint32_t worker = 0; worker < model_.tables->num_consumers; ++worker) {
+    send({Role::kWorker, worker}, TrainerReturned{.rank = rank,
+                                                  .incarnation = life,
+                                                  .producer_address = model_.tables->producers[rank],
+                                                  .without_until = sent_.sync_id});
+  }
 }
 
 void SimTrainer::on_member_lost(const Member& member, Incarnation, const Status& why) {
@@ -666,6 +693,12 @@ void SimTrainer::on_control(const Member& from, Incarnation incarnation, Control
       produce(
           [&](std::int64_t, ProducerActions& out) { producer_->fail(failed->sync_id, failed->status, out); });
     }
+  } else if (std::holds_alternative<TrainerJoin>(body)) {
+    take_back(from.id, incarnation);
+  } else if (std::holds_alternative<InitRequest>(body)) {
+    InitPayload payload;
+    for (std::uint32_t rank = 0; rank < model_.options.trainers; ++rank) payload.trainers.push_back(in_fleet(rank));
+    send(from, std::move(payload));
   } else if (auto* joined = std::get_if<InitDone>(&body)) {
     if (joined->status.ok()) ready_[from.id] = incarnation;
   } else if (auto* began = std::get_if<SyncBegan>(&body)) {
@@ -706,6 +739,8 @@ void SimTrainer::shutdown() {
   produce([&](std::int64_t, ProducerActions& out) { producer_->shutdown(out); });
   down_ = true;
   control_->shutdown();
+  world_.remove_transport(*transport_);
+  transport_.reset();
 }
 
 void SimTrainer::crash() {

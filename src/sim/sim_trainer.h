@@ -28,6 +28,7 @@ struct SyncOutcome {
   std::vector<std::uint32_t> live;     // that it was begun with
   std::vector<std::uint32_t> lost;     // processes that were lost in it
   std::vector<std::uint32_t> dropped;  // their living mates
+  std::vector<std::uint32_t> lost_ranks;
   bool committing = false;             // a Finish was sent
 };
 
@@ -77,16 +78,21 @@ class SlotReaders {
 
 class SimTrainer final : public Process, TransportSink, ControlSink {
  public:
-  SimTrainer(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t rank);
+  // `life` counts the processes that were this rank. A later one joins the fleet that goes on, by itself, and
+  // follows its sender from then on: it is in every sync that is opened for it, without send_weights().
+  SimTrainer(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t rank, std::uint32_t life);
 
-  Incarnation incarnation() const { return 1 + rank_; }
+  Incarnation incarnation() const { return 1 + rank_ + 100 * std::uint64_t{own_life_}; }
+  bool follows() const { return own_life_ != 0; }
   // The user's call. `names` is read on the sender only, which opens the sync with the whole replicas of
   // those workers of 0 .. `allowed` - 1 that have joined and were not lost since; without one it returns an
   // error, and the others are to be told by withdraw().
   void send_weights(std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed, NameSet names);
-  void withdraw(const Status& why);
+  void withdraw(std::uint64_t sync_id, const Status& why);
   // Whether send_weights of the last sync has returned, and with what.
   const std::optional<Status>& returned() const { return returned_; }
+  std::uint64_t returned_of() const { return returned_of_; }  // which sync that was
+  bool in_sync() const { return running_; }
   const std::optional<SyncOutcome>& outcome() const { return outcome_; }  // on the sender
   bool committing() const { return committing_; }    // on the sender: it has sent a Finish in this sync
   bool ended() const { return ended_.has_value(); }  // the fleet is over for it
@@ -96,6 +102,8 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
     const auto it = ready_.find(consumer);
     return it == ready_.end() ? 0 : it->second;
   }
+  // The life of the rank that is in the fleet, as far as the sender knows; 0: none.
+  Incarnation in_fleet(std::uint32_t rank) const { return sender_->lost(rank) ? 0 : rank_lives_[rank]; }
   // Ends the rank in good order.
   void shutdown();
   // Its process dies, with what it had not sent yet.
@@ -131,6 +139,7 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
   void on_member_up(const Member& member, Incarnation incarnation) override;
   void on_member_lost(const Member& member, Incarnation incarnation, const Status& why) override;
 
+  void take_back(std::uint32_t rank, Incarnation life);
   void try_begin();
   void gather(std::uint32_t group);
   std::shared_ptr<ExportedMemory> take_buffer(std::uint32_t group);
@@ -193,7 +202,7 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
 
   const SimModel& model_;
   SlotReaders& readers_;
-  const std::uint32_t rank_;
+  const std::uint32_t rank_, own_life_;
   std::unique_ptr<ProducerMachine> producer_;
   TrainerMachine trainer_;
   std::unique_ptr<SenderMachine> sender_;
@@ -214,6 +223,7 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
   std::map<std::uint32_t, Incarnation> life_;    // by worker: the latest that is known to be up
   std::map<std::uint32_t, std::uint64_t> left_;  // by worker: the last sync it left here
   std::map<std::uint32_t, Incarnation> ready_;   // on the sender: workers that have joined
+  std::vector<Incarnation> rank_lives_;          // on the sender
   std::optional<Status> ended_;                  // the fleet is over
 
   // The sync at hand.
@@ -232,6 +242,7 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
   std::optional<Status> done_;        // RankDone
   std::optional<SyncClosed> closed_;  // the sender's word on a sync
   std::optional<Status> returned_;
+  std::uint64_t returned_of_ = 0;
   std::optional<SyncOutcome> outcome_;
 };
 

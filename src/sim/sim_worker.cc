@@ -78,8 +78,9 @@ void SimWorker::join_later() {
 
 void SimWorker::connect_and_reserve() {
   if (broken()) return;
+  met_ = true;
   for (std::uint32_t rank = 0; rank < model_.options.trainers; ++rank) {
-    if (ranks_up_.contains(rank)) continue;  // else: of a fleet that goes on without it
+    if (in_fleet(rank)) continue;  // else: of a fleet that goes on without it
     lost_.insert(rank);
     drive([&](std::int64_t now, ConsumerActions& out) {
       machine_.producer_lost(now, rank,
@@ -111,14 +112,110 @@ EndpointId SimWorker::endpoint_to(std::uint32_t producer) const {
 }
 
 Status SimWorker::connect_to(std::uint32_t producer) {
+  const auto endpoint = open_endpoint(producer);
+  if (endpoint.ok()) endpoint_of_[producer] = *endpoint;
+  return endpoint.status();
+}
+
+Result<EndpointId> SimWorker::open_endpoint(std::uint32_t producer) {
   const auto endpoint = transport_->connect(model_.tables->producers[producer], 0);
   if (!endpoint.ok()) return endpoint.status();
-  endpoint_of_[producer] = *endpoint;
   producer_of_[*endpoint] = producer;
   HotHeader hello;
   hello.type = HotType::kHello;
   hello.consumer = consumer_;
-  return transport_->send(*endpoint, hello, nullptr, 0);
+  const Status sent = transport_->send(*endpoint, hello, nullptr, 0);
+  if (!sent.ok()) return sent;
+  return *endpoint;
+}
+
+// ---- ranks that come back: what ConsumerEngine does ---------------------------------------------
+
+bool SimWorker::in_fleet(std::uint32_t rank) const {
+  const auto up = ranks_up_.find(rank);
+  return up != ranks_up_.end() && rank < trainers_.size() && trainers_[rank] == up->second;
+}
+
+bool SimWorker::planned(std::uint32_t producer) const {
+  return std::any_of(plan_.producers.begin(), plan_.producers.end(),
+                     [&](const ProducerPlan& each) { return each.producer == producer; });
+}
+
+void SimWorker::close_endpoint(EndpointId endpoint) {
+  if (producer_of_.erase(endpoint) != 0) transport_->close(endpoint);
+}
+
+void SimWorker::producer_returned(const TrainerReturned& message) {
+  const auto up = ranks_up_.find(message.rank);
+  if (message.rank >= trainers_.size() || up == ranks_up_.end() || up->second != message.incarnation) return;
+  trainers_[message.rank] = message.incarnation;
+  if (!met_) return;
+  world_.trace("returned", consumer_, message.rank);
+  if (const auto before = returning_.find(message.rank); before != returning_.end())
+    close_endpoint(before->second.endpoint);
+  returning_[message.rank] = Returning{};
+  returning_[message.rank].without_until = message.without_until;
+  meet(message.rank);
+}
+
+void SimWorker::meet(std::uint32_t producer) {
+  Returning& returning = returning_[producer];
+  returning.failed = false;
+  returning.reserved = !planned(producer);
+  if (returning.reserved) return;
+  const auto endpoint = open_endpoint(producer);
+  if (!endpoint.ok()) return returning_failed(producer, endpoint.status());
+  returning.endpoint = *endpoint;
+  for (const ProducerPlan& at : plan_.producers) {
+    if (at.producer == producer) announce(producer, at.serve_slot_bytes, pulls_at(plan_, producer));
+  }
+}
+
+void SimWorker::returning_failed(std::uint32_t producer, const Status& why) {
+  (void)why;
+  world_.trace("returning_failed", consumer_, producer);
+  returning_[producer].failed = true;
+  close_endpoint(std::exchange(returning_[producer].endpoint, 0));
+}
+
+void SimWorker::take_in(std::uint64_t sync_id) {
+  for (auto it = returning_.begin(); it != returning_.end();) {
+    const auto& [producer, returning] = *it;
+    if (returning.without_until >= sync_id) {
+      ++it;
+      continue;
+    }
+    lost_.erase(producer);
+    unreachable_.erase(producer);
+    machine_.producer_returned(producer);
+    if (returning.failed) {
+      drive([&](std::int64_t now, ConsumerActions& out) {
+        machine_.producer_unreachable(
+            now, producer, Status(StatusCode::kUnavailable, "it could not be reserved at"), out);
+      });
+      ++it;
+      continue;
+    }
+    if (const EndpointId old = endpoint_to(producer); old != 0) close_endpoint(old);
+    endpoint_of_.erase(producer);
+    if (returning.endpoint != 0) endpoint_of_[producer] = returning.endpoint;
+    it = returning_.erase(it);
+  }
+}
+
+void SimWorker::try_start() {
+  if (!deferred_ || machine_.state() == WorkerState::kUpdating || machine_.state() == WorkerState::kCommitting)
+    return;
+  const std::uint64_t sync_id = deferred_->sync_id;
+  for (auto& [producer, returning] : returning_) {
+    if (returning.without_until >= sync_id) continue;
+    const bool again = returning.failed && returning.tried_for != 0 && returning.tried_for != sync_id;
+    returning.tried_for = sync_id;
+    if (again) meet(producer);
+    if (!returning.reserved && !returning.failed) return;
+  }
+  const StartUpdate start = *std::exchange(deferred_, std::nullopt);
+  start_update(start);
 }
 
 void SimWorker::announce(std::uint32_t producer, std::uint64_t slot_bytes,
@@ -680,6 +777,11 @@ void SimWorker::on_closed(EndpointId endpoint, const Status& why) {
   if (it == producer_of_.end()) return;
   const std::uint32_t producer = it->second;
   producer_of_.erase(it);
+  if (const auto returning = returning_.find(producer);
+      returning != returning_.end() && returning->second.endpoint == endpoint) {
+    returning_failed(producer, why);
+    return try_start();
+  }
   endpoint_of_.erase(producer);
   if (!joined_) return end();
   const Status named(
@@ -757,8 +859,8 @@ void SimWorker::on_member_up(const Member& member, Incarnation life) {
     mate->second = Mate{};
     mate->second.life = life;
   }
-  if (member.role == Role::kTrainer) ranks_up_.insert(member.id);
-  if (member == kSender) later(20 * kNanosPerMilli, [this] { connect_and_reserve(); });
+  if (member.role == Role::kTrainer) ranks_up_[member.id] = life;
+  if (member == kSender) send(kSender, InitRequest{});
 }
 void SimWorker::on_member_lost(const Member& member, Incarnation, const Status& why) {
   if (member.role != Role::kTrainer) return;
@@ -768,12 +870,18 @@ void SimWorker::on_member_lost(const Member& member, Incarnation, const Status& 
   ranks_up_.erase(member.id);
   lost_.insert(member.id);
   unreachable_.erase(member.id);
+  if (const auto returning = returning_.find(member.id); returning != returning_.end()) {
+    close_endpoint(returning->second.endpoint);
+    returning_.erase(returning);
+  }
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.producer_lost(now, member.id, named, out); });
   if (member == kSender) {
     decide([&](std::int64_t now, CommitActions& out) { commit_.sender_lost(now, named, out); });
     end();
   } else if (!joined_) {
     end();
+  } else {
+    try_start();
   }
 }
 
@@ -783,11 +891,7 @@ void SimWorker::end() {
   exit_when_quiet();
 }
 void SimWorker::start_deferred() {
-  after(1, [this] {
-    if (!deferred_) return;
-    const StartUpdate start = *std::exchange(deferred_, std::nullopt);
-    start_update(start);
-  });
+  after(1, [this] { try_start(); });
 }
 void SimWorker::exit_when_quiet() {
   if (ended_ && !being_decided()) after(0, [this] { shutdown(); });
@@ -802,17 +906,27 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
   if (auto* reserved = std::get_if<ReserveReply>(&body)) {
     if (reserved->lane_kind == static_cast<std::uint32_t>(LaneKind::kRecovery))
       return recovery_reserved(from.id, reserved->status);
+    if (const auto returning = returning_.find(from.id);
+        returning != returning_.end() && !returning->second.reserved && !returning->second.failed) {
+      if (reserved->status.ok()) {
+        returning->second.reserved = true;
+      } else {
+        returning_failed(from.id, reserved->status);
+      }
+      return try_start();
+    }
     if (!reserved->status.ok())
       return world_.broken("reserve of worker {}: {}", consumer_, reserved->status.to_string());
     waiting_reserves_.erase(from.id);
     join();
+  } else if (auto* payload = std::get_if<InitPayload>(&body)) {
+    trainers_ = payload->trainers;
+    later(20 * kNanosPerMilli, [this] { connect_and_reserve(); });
+  } else if (auto* returned = std::get_if<TrainerReturned>(&body)) {
+    producer_returned(*returned);
   } else if (auto* start = std::get_if<StartUpdate>(&body)) {
-    const WorkerState state = machine_.state();
-    if (state == WorkerState::kUpdating || state == WorkerState::kCommitting) {
-      deferred_ = *start;
-    } else {
-      start_update(*start);
-    }
+    deferred_ = std::move(*start);
+    try_start();
   } else if (auto* update = std::get_if<Update>(&body)) {
     Status status;
     drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.update(now, out); });
@@ -846,10 +960,9 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
 }
 
 void SimWorker::start_update(const StartUpdate& start) {
+  take_in(start.sync_id);
   for (const std::uint32_t producer : std::exchange(unreachable_, {})) {
-    const bool planned = std::any_of(plan_.producers.begin(), plan_.producers.end(),
-                                     [&](const ProducerPlan& each) { return each.producer == producer; });
-    if (!planned || connect_to(producer).ok()) {
+    if (!planned(producer) || connect_to(producer).ok()) {
       machine_.producer_reachable(producer);
     } else {
       unreachable_.insert(producer);

@@ -102,6 +102,7 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   void join_later();
   void connect_and_reserve();
   Status connect_to(std::uint32_t producer);
+  Result<EndpointId> open_endpoint(std::uint32_t producer);
   void give_up(EndpointId endpoint, const Status& why);
   void announce(std::uint32_t producer, std::uint64_t slot_bytes, const std::vector<PullDescription>& pulls);
   void recovery_reserved(std::uint32_t producer, const Status& status);
@@ -146,6 +147,14 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   void finish(const Landing& landing);
   void check_parameter(std::uint32_t parameter, const std::vector<std::uint64_t>& versions,
                        std::string_view when);
+  void producer_returned(const TrainerReturned& message);
+  void meet(std::uint32_t producer);
+  void returning_failed(std::uint32_t producer, const Status& why);
+  void take_in(std::uint64_t sync_id);
+  void close_endpoint(EndpointId endpoint);
+  bool planned(std::uint32_t producer) const;
+  bool in_fleet(std::uint32_t rank) const;
+  void try_start();
   void start_update(const StartUpdate& start);
   const Chunk& chunk_of(std::uint32_t chunk_id) const { return *chunks_.at(chunk_id); }
   void send(const Member& to, ControlBody body);
@@ -168,7 +177,7 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   CommitMachine commit_;
   std::map<std::uint64_t, bool> decided_;
   std::uint64_t version_ = 0;
-  std::optional<StartUpdate> deferred_;  // until the sync before has drained here
+  std::optional<StartUpdate> deferred_;  // until the sync before has drained here, and those that come back are there
   bool crashed_ = false;
   bool told_by_sender_ = false;  // its Finish is being obeyed
   std::uint64_t mates_asked_ = 0;
@@ -182,8 +191,19 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   std::map<std::uint32_t, EndpointId> endpoint_of_;  // by producer
   std::map<EndpointId, std::uint32_t> producer_of_;
   std::set<std::uint32_t> waiting_reserves_;
-  // Ranks: up, gone, and those that no connection leads to until the next sync.
-  std::set<std::uint32_t> ranks_up_, lost_, unreachable_;
+  // Ranks: gone, and those that no connection leads to until the next sync.
+  std::set<std::uint32_t> lost_, unreachable_;
+  std::map<std::uint32_t, Incarnation> ranks_up_;
+  std::vector<Incarnation> trainers_;  // the lives that the sender speaks of; empty: no payload yet
+  bool met_ = false;
+  // A rank that has come back, until a sync takes it in.
+  struct Returning {
+    std::uint64_t without_until = 0;
+    EndpointId endpoint = 0;
+    bool reserved = false, failed = false;
+    std::uint64_t tried_for = 0;
+  };
+  std::map<std::uint32_t, Returning> returning_;
   std::vector<std::vector<std::byte>> parameters_;
   std::vector<std::vector<std::byte>> stage_;  // as parameters_; empty: chunks land in those
   std::vector<std::byte> receive_ring_;

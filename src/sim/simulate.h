@@ -84,6 +84,8 @@ struct SimReport {
   std::uint32_t faults = 0;         // that struck
   std::uint32_t syncs_lossy = 0;    // completed without workers that were lost in them
   std::uint32_t rejoined = 0;       // workers that came back
+  std::uint32_t ranks_returned = 0;
+  std::uint32_t syncs_without_a_rank = 0;  // completed, others stood in for it
   std::uint64_t repeated = 0;       // messages sent twice
   std::uint64_t stale_lives = 0;    // messages that reached a trainer when their worker had another life
   std::uint64_t mates_asked = 0;    // questions of workers that had lost the sender, and of those they asked

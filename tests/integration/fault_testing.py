@@ -158,7 +158,7 @@ class FaultTest(FleetTest):
         self.addCleanup(self.shut)
 
     def launch(self, syncs, *flags, trainer="pp=2", inference="replicas=4", ranks=2, workers=4, on_loss="continue", faults=None,
-               rendezvous=None, via=None, connect_timeout=30, more=lambda: None, own_flags=None):
+               rendezvous=None, via=None, connect_timeout=30, more=lambda: None, own_flags=None, trainer_flags=()):
         """Starts a fleet; its sender waits before each sync. `faults`: by process name, SHARDPULL_FAULT. `via`: by worker number,
         another rendezvous. `more` starts what else there is before anybody has joined. `own_flags`: by process name, flags of
         it alone."""
@@ -172,8 +172,9 @@ class FaultTest(FleetTest):
                        "--connect-timeout", f"{connect_timeout * SLOWNESS}s", "--verify", *flags]
         self.rendezvous, self.via = rendezvous, via or {}
         self.processes, self.workers, self.syncs = {}, workers, syncs
+        self.trainer_flags = ["--on-consumer-loss", on_loss, *trainer_flags]
         for rank in range(ranks):
-            self.run_process(f"trainer {rank}", "trainer", "--rank", rank, "--syncs", syncs, "--on-consumer-loss", on_loss, *self.meeting(rendezvous))
+            self.start_trainer(rank)
         for number in range(workers):
             self.start_worker(number)
         more()
@@ -186,7 +187,7 @@ class FaultTest(FleetTest):
     def run_process(self, name, *words):
         fault = self.faults.get(name, "")
         if name == "trainer 0":
-            fault = ",".join(filter(None, ["announce@sender.sending,announce@sender.joined", fault]))
+            fault = ",".join(filter(None, ["announce@sender.sending,announce@sender.joined,announce@sender.rejoined", fault]))
         environment = {"SHARDPULL_TOKEN": "0123456789abcdef", "SHARDPULL_FAULT_SOCKET": str(self.fleet / "told")}
         if fault:
             environment["SHARDPULL_FAULT"] = fault
@@ -199,6 +200,19 @@ class FaultTest(FleetTest):
         if fault is not None:
             self.faults[f"worker {number}"] = fault
         return self.run_process(name or f"worker {number}", "worker", "--id", number, *self.meeting(self.via.get(number, self.rendezvous)))
+
+    def start_trainer(self, rank, fault=None, *flags):
+        """Starts trainer `rank`, again if it ran before; it is in the fleet then once sender.rejoined was announced."""
+        if fault is not None:
+            self.faults[f"trainer {rank}"] = fault
+        return self.run_process(f"trainer {rank}", "trainer", "--rank", rank, "--syncs", self.syncs, *self.trainer_flags,
+                                *self.meeting(self.rendezvous), *flags)
+
+    def restart_trainer(self, rank, fault=""):
+        started = time.monotonic()
+        process = self.start_trainer(rank, fault)
+        self.announced("sender.rejoined").go()
+        return process, time.monotonic() - started
 
     def restart_worker(self, number, fault=""):
         started = time.monotonic()

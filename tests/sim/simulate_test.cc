@@ -49,6 +49,8 @@ void expect_rules_under_faults(std::uint64_t first, std::uint64_t count, SimRepo
     sum.syncs_failed += report.syncs_failed;
     sum.syncs_lossy += report.syncs_lossy;
     sum.rejoined += report.rejoined;
+    sum.ranks_returned += report.ranks_returned;
+    sum.syncs_without_a_rank += report.syncs_without_a_rank;
     sum.faults += report.faults;
     sum.repeated += report.repeated;
     sum.stale_lives += report.stale_lives;
@@ -66,6 +68,8 @@ TEST(Simulate, EveryRuleHoldsUnderFaults) {
   EXPECT_GT(sum.syncs_failed, 100u);
   EXPECT_GT(sum.syncs_lossy, 30u) << "exact for the replicas that lost nobody";
   EXPECT_GT(sum.rejoined, 100u);
+  EXPECT_GT(sum.ranks_returned, 50u);
+  EXPECT_GT(sum.syncs_without_a_rank, 10u);
   EXPECT_GT(sum.repeated, 1000u);
   EXPECT_GT(sum.stale_lives, 5u);
   EXPECT_GT(sum.mates_asked, 100u);

@@ -65,6 +65,14 @@ struct Writer {
     v1::TrainerTable& w = *out.mutable_trainer_table();
     status(w.mutable_status(), m.status);
     w.set_tables(to_text(m.tables));
+    w.set_returned(m.returned);
+  }
+  void operator()(const TrainerReturned& m) const {
+    v1::TrainerReturned& w = *out.mutable_trainer_returned();
+    w.set_rank(m.rank);
+    w.set_incarnation(m.incarnation);
+    w.set_producer_address(m.producer_address);
+    w.set_without_until(m.without_until);
   }
   void operator()(const InitRequest& m) const {
     out.mutable_init_request()->set_ring_depth(m.ring_depth);
@@ -74,6 +82,7 @@ struct Writer {
     v1::InitPayload& w = *out.mutable_init_payload();
     status(w.mutable_status(), m.status);
     w.set_tables(to_text(m.tables));
+    w.mutable_trainers()->Assign(m.trainers.begin(), m.trainers.end());
   }
   void operator()(const InitDone& m) const {
     v1::InitDone& w = *out.mutable_init_done();
@@ -263,16 +272,25 @@ Result<ControlBody> from_wire(v1::Routed&& routed) {
     }
     case R::kTrainerTable: {
       const v1::TrainerTable& w = routed.trainer_table();
-      return ControlBody(
-          TrainerTable{.status = from_wire(w.status()), .tables = to_vector<std::byte>(w.tables())});
+      return ControlBody(TrainerTable{.status = from_wire(w.status()),
+                                      .tables = to_vector<std::byte>(w.tables()),
+                                      .returned = w.returned()});
+    }
+    case R::kTrainerReturned: {
+      const v1::TrainerReturned& w = routed.trainer_returned();
+      return ControlBody(TrainerReturned{.rank = w.rank(),
+                                         .incarnation = w.incarnation(),
+                                         .producer_address = w.producer_address(),
+                                         .without_until = w.without_until()});
     }
     case R::kInitRequest:
       return ControlBody(InitRequest{.ring_depth = routed.init_request().ring_depth(),
                                      .settings = routed.init_request().settings()});
     case R::kInitPayload: {
       const v1::InitPayload& w = routed.init_payload();
-      return ControlBody(
-          InitPayload{.status = from_wire(w.status()), .tables = to_vector<std::byte>(w.tables())});
+      return ControlBody(InitPayload{.status = from_wire(w.status()),
+                                     .tables = to_vector<std::byte>(w.tables()),
+                                     .trainers = {w.trainers().begin(), w.trainers().end()}});
     }
     case R::kInitDone: {
       const v1::InitDone& w = routed.init_done();

@@ -33,9 +33,9 @@ std::vector<ControlBody> samples() {
                   .holding = some_bytes(),
                   .producer_address = "/run/\xff.sock",
                   .settings = some_bytes()},
-      TrainerTable{.status = some_error(), .tables = some_bytes()},
+      TrainerTable{.status = some_error(), .tables = some_bytes(), .returned = true},
       InitRequest{.ring_depth = 2, .settings = "--names \xff"},
-      InitPayload{.status = some_error(), .tables = some_bytes()},
+      InitPayload{.status = some_error(), .tables = some_bytes(), .trainers = {~0ull, 0, 1}},
       InitDone{.status = some_error(), .bytes_kept = 1ull << 40, .bytes_planned = ~0ull},
       Reserve{.slot_bytes = 1ull << 33,
               .ring_depth = 2,
@@ -83,6 +83,8 @@ std::vector<ControlBody> samples() {
       TimelineReport{.sync_id = 27, .timeline = some_bytes()},
       MateListens{.address = "/fleet/worker-1-00000007.sock"},
       LeaveLanes{.sync_id = 28},
+      TrainerReturned{
+          .rank = 3, .incarnation = ~0ull, .producer_address = "/run/\xff.sock", .without_until = 1ull << 40},
   };
 }
 
