@@ -10,6 +10,7 @@
 #include <limits>
 #include <numeric>
 #include <string_view>
+#include <utility>
 
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
@@ -355,13 +356,139 @@ void add_recordings(CLI::App& app, std::vector<std::string>& files) {
 
 constexpr std::int64_t kMaxSeed = std::int64_t{1} << 62;
 
-void add_simulate(CLI::App& app, SimulateArguments& simulate) {
+// Of each host's network card, in Gbit/s.
+CLI::Option* add_gigabits(CLI::App& app, const std::string& flag, std::uint64_t& target,
+                          const std::string& help) {
+  return add_text(
+      app, flag, help, "N",
+      [&target, flag](const std::string& text) {
+        target =
+            static_cast<std::uint64_t>(value_or_throw(parse_integer(text, flag, 1, 1'000'000))) * 125'000'000;
+      },
+      fmt::format("{}", target / 125'000'000));
+}
+
+// Any duration from 0 on.
+CLI::Option* add_short_time(CLI::App& app, const std::string& flag, std::int64_t& target,
+                            const std::string& help) {
+  return add_text(
+      app, flag, help, "TIME",
+      [&target, flag](const std::string& text) { target = value_or_throw(parse_duration_ns(text, flag)); },
+      exact_duration(target));
+}
+
+// Every speed but 0 is shown as its default.
+CLI::Option* add_known_speed(CLI::App& app, const std::string& flag, std::uint64_t& target,
+                             const std::string& help) {
+  return add_speed(app, flag, target, fmt::format("{} [default: {}GB/s]", help, target / 1'000'000'000));
+}
+
+// The flags of fleets from seeds, and of a fleet at its size: of these two only one.
+struct SimulateFlags {
+  ScaleArguments scale;
+  std::vector<const CLI::Option*> seeds, sizes;
+};
+
+void add_simulate(CLI::App& app, SimulateArguments& simulate, SimulateFlags& flags) {
   add_integer(app, "--seeds", simulate.seeds, 1, 1'000'000'000, "How many fleets to run");
   add_integer(app, "--first-seed", simulate.first_seed, 0, kMaxSeed, "The first one's seed; the others follow");
   add_optional_integer(app, "--seed", simulate.seed, 0, kMaxSeed,
                        "Run this one alone, and show what it draws and its trace's hash");
   app.add_flag("--trace", simulate.trace, "With --seed: a line for each step, on standard error");
   add_integer(app, "--threads", simulate.threads, 0, 1024, "Fleets at once; 0 = one a core");
+  for (const char* flag : {"--seeds", "--first-seed", "--seed", "--trace", "--threads"})
+    flags.seeds.push_back(app.get_option(flag));
+
+  ScaleArguments& scale = flags.scale;
+  const std::string group = "One sync of a fleet at its size (instead of seeds)";
+  add_text(
+      app, "--scale",
+      "Run the planner and all machines of this fleet under a model of its links, without bytes, and show "
+      "how long a sync takes, what crosses which link, control messages and memory. F1: kimi-k2, trainer "
+      "pp=8,ep=32, inference tp=32,ep=32,replicas=4; F2: trainer pp=8,ep=64, replicas=320; own: what "
+      "--shape or --model, --trainer and --inference say. Each host has one link; a read takes two latencies "
+      "and its bytes at the smaller of its equal shares of both hosts' links; a control message takes its "
+      "turn at the sender's hub. Not modelled: init's time, hooks, heartbeats, losses, other traffic, limits "
+      "of the network between hosts",
+      "F1|F2|own",
+      [&scale](const std::string& text) {
+        if (text != "F1" && text != "F2" && text != "own")
+          throw CLI::ValidationError(fmt::format("--scale: \"{}\" is unknown; expected F1|F2|own", text));
+        scale.workload = text;
+      })
+      ->group(group);
+  const auto of_scale = [&](CLI::Option* option) { option->group(group); };
+  of_scale(add_gigabits(app, "--nic-gbps", scale.links.trainer_host_bytes_per_s,
+                        "Speed of a host's network link, Gbit/s each way"));
+  of_scale(add_text(app, "--worker-nic-gbps", "Into a worker's host, where it differs", "N",
+                    [&scale](const std::string& text) {
+                      scale.links.worker_host_bytes_per_s =
+                          static_cast<std::uint64_t>(
+                              value_or_throw(parse_integer(text, "--worker-nic-gbps", 1, 1'000'000))) *
+                          125'000'000;
+                    }));
+  of_scale(add_integer(app, "--ranks-per-host", scale.links.ranks_per_host, 1, kMaxRanks,
+                       "Trainer ranks on a host"));
+  of_scale(add_integer(app, "--workers-per-host", scale.links.workers_per_host, 1, kMaxRanks,
+                       "Workers on a host"));
+  of_scale(add_short_time(app, "--latency", scale.links.latency_ns, "Of a message, one way"));
+  of_scale(add_known_speed(app, "--copy-speed", scale.links.copy_bytes_per_s,
+                           "Of one thread that packs, scatters or fills export buffers"));
+  of_scale(add_known_speed(app, "--sum-speed", scale.links.sum_bytes_per_s, "Of one thread that sums"));
+  of_scale(add_speed(app, "--source-speed", scale.links.source_bytes_per_s,
+                     "Of a rank's gathers; without it they take no time"));
+  of_scale(add_short_time(app, "--hub-message", scale.links.hub_message_ns,
+                          "What the sender's hub takes to receive or to send one message"));
+  app.add_flag("--json", scale.json, "One JSON object on standard output")->group(group);
+  std::vector<const CLI::Option*> before = std::as_const(app).get_options();
+  add_model(app, scale.model);
+  add_fleet(app, scale.fleet);
+  flags.sizes = {app.get_option("--nic-gbps"),       app.get_option("--worker-nic-gbps"),
+                 app.get_option("--ranks-per-host"), app.get_option("--workers-per-host"),
+                 app.get_option("--latency"),        app.get_option("--copy-speed"),
+                 app.get_option("--sum-speed"),      app.get_option("--source-speed"),
+                 app.get_option("--hub-message"),    app.get_option("--json")};
+  for (const CLI::Option* option : std::as_const(app).get_options()) {
+    if (std::find(before.begin(), before.end(), option) == before.end()) flags.sizes.push_back(option);
+  }
+}
+
+void decide_transport(FleetArguments& fleet, TransportKind standard);
+
+// What --scale leaves open, or nothing where it is not given.
+void decide_scale(const CLI::App& app, SimulateFlags& flags, SimulateArguments& simulate) {
+  ScaleArguments& scale = flags.scale;
+  const bool given = !scale.workload.empty();
+  for (const CLI::Option* option : given ? flags.seeds : flags.sizes) {
+    if (option->count() == 0) continue;
+    throw CLI::ValidationError(option->get_name() +
+                               (given ? ": not with --scale" : ": needs --scale F1, F2 or own"));
+  }
+  if (!given) return;
+  if (scale.workload == "own") {
+    check_model(app, scale.model);
+  } else {
+    for (const char* flag : {"--model", "--shape", "--trainer", "--trainer-layout", "--inference"}) {
+      if (app.count(flag) != 0)
+        throw CLI::ValidationError(fmt::format("{}: {} says it; give --scale own", flag, scale.workload));
+    }
+    const bool first = scale.workload == "F1";
+    scale.model.shape = ShapeSpec{"kimi-k2", ShapeSize::kFull};
+    scale.fleet.trainer.layout = value_or_throw(parse_trainer_layout(first ? "pp=8,ep=32" : "pp=8,ep=64"));
+    scale.fleet.inference =
+        value_or_throw(parse_inference_layout(first ? "tp=32,ep=32,replicas=4" : "tp=32,ep=32,replicas=320"));
+  }
+  if (app.count("--worker-nic-gbps") == 0)
+    scale.links.worker_host_bytes_per_s = scale.links.trainer_host_bytes_per_s;
+  if (!scale.fleet.names.empty())
+    throw CLI::ValidationError("--names: a simulated sync at this size moves them all");
+  decide_transport(scale.fleet, TransportKind::kTcp);
+  if (scale.fleet.transport != TransportKind::kTcp && scale.fleet.transport != TransportKind::kUcx) {
+    throw CLI::ValidationError(
+        fmt::format("--transport: {} is of one host; the links between hosts carry tcp or ucx",
+                    to_string(scale.fleet.transport)));
+  }
+  simulate.scale = scale;
 }
 
 void add_doctor(CLI::App& app, DoctorArguments& doctor) {
@@ -693,9 +820,13 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
       "doctor", "Say what of this host makes a fleet slow or fail, and the command that helps");
   add_doctor(*doctor_app, doctor);
   SimulateArguments simulate;
-  CLI::App* const simulate_app = app.add_subcommand(
-      "simulate", "Run whole fleets in simulated time, with everything that can go wrong, and check every rule");
-  add_simulate(*simulate_app, simulate);
+  CLI::App* const simulate_app =
+      app.add_subcommand("simulate",
+                         "Run whole fleets in simulated time: small ones with everything that can go wrong, "
+                         "and check every rule; or, with "
+                         "--scale, one of any size under a model of its links");
+  SimulateFlags simulate_flags;
+  add_simulate(*simulate_app, simulate, simulate_flags);
 
   const auto chosen = [&]() -> const CLI::App& {
     const auto commands = app.get_subcommands();
@@ -753,6 +884,7 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
     }
     if (doctor_app->parsed()) return doctor;
     if (simulate_app->parsed()) {
+      decide_scale(*simulate_app, simulate_flags, simulate);
       if (simulate.trace && !simulate.seed) throw CLI::ValidationError("--trace: of one seed alone; give --seed");
       return simulate;
     }

@@ -253,5 +253,41 @@ TEST(CommandLine, HelpAndVersionAreNoErrors) {
   EXPECT_EQ(notice({}).exit_code, kExitUsage);
 }
 
+// Goal: the fleets of the workloads are those that they are documented to be, and settings of one kind of
+// simulation do not pass silently in the other.
+TEST(CommandLine, SimulateTakesSeedsOrAFleetAtItsSize) {
+  const auto f2 =
+      parsed<SimulateArguments>({"simulate", "--scale", "F2", "--ring-depth", "4", "--nic-gbps", "200"});
+  ASSERT_TRUE(f2.scale.has_value());
+  EXPECT_EQ(to_string(f2.scale->fleet.trainer), "pp=8,ep=64");
+  EXPECT_EQ(workers(f2.scale->fleet.inference), 10'240u);
+  EXPECT_EQ(f2.scale->model.shape->key, "kimi-k2");
+  EXPECT_EQ(f2.scale->fleet.ring_depth, 4u);
+  EXPECT_EQ(f2.scale->fleet.transport, TransportKind::kTcp);
+  EXPECT_EQ(f2.scale->links.trainer_host_bytes_per_s, 25'000'000'000u);
+  EXPECT_EQ(f2.scale->links.worker_host_bytes_per_s, 25'000'000'000u);
+  const auto own =
+      parsed<SimulateArguments>({"simulate", "--scale", "own", "--shape", "qwen3-8b:full", "--trainer",
+                                 "pp=2", "--inference", "tp=4,replicas=3", "--worker-nic-gbps", "100",
+                                 "--latency", "0us", "--source-speed", "3GB/s", "--transport", "ucx"});
+  EXPECT_EQ(workers(own.scale->fleet.inference), 12u);
+  EXPECT_EQ(own.scale->links.trainer_host_bytes_per_s, 50'000'000'000u);
+  EXPECT_EQ(own.scale->links.worker_host_bytes_per_s, 12'500'000'000u);
+  EXPECT_EQ(own.scale->links.latency_ns, 0);
+  EXPECT_EQ(own.scale->links.source_bytes_per_s, 3'000'000'000u);
+  EXPECT_FALSE(parsed<SimulateArguments>({"simulate", "--seed", "7", "--trace"}).scale.has_value());
+  EXPECT_THAT(notice({"simulate", "--scale", "F3"}).text, HasSubstr("expected F1|F2|own"));
+  EXPECT_THAT(notice({"simulate", "--scale", "F1", "--seed", "1"}).text,
+              HasSubstr("--seed: not with --scale"));
+  EXPECT_THAT(notice({"simulate", "--nic-gbps", "100"}).text, HasSubstr("--nic-gbps: needs --scale"));
+  EXPECT_THAT(notice({"simulate", "--lookahead", "2"}).text, HasSubstr("--lookahead: needs --scale"));
+  EXPECT_THAT(notice({"simulate", "--scale", "F1", "--trainer", "pp=2"}).text,
+              HasSubstr("--trainer: F1 says it"));
+  EXPECT_THAT(notice({"simulate", "--scale", "own"}).text,
+              HasSubstr("exactly one of --model DIR and --shape"));
+  EXPECT_THAT(notice({"simulate", "--scale", "F1", "--transport", "shm"}).text, HasSubstr("of one host"));
+  EXPECT_THAT(notice({"simulate", "--scale", "F1", "--nic-gbps", "0"}).text, HasSubstr("--nic-gbps"));
+}
+
 }  // namespace
 }  // namespace shardpull::cli

@@ -12,6 +12,7 @@
 #include "cli/layouts.h"
 #include "cli/trainer_side.h"
 #include "shardpull/worker.h"
+#include "sim/scale.h"
 
 namespace shardpull::cli {
 
@@ -141,7 +142,17 @@ struct DoctorArguments {
   bool json = false;
 };
 
+// One sync of a fleet at its real size, under a model of its links.
+struct ScaleArguments {
+  std::string workload;  // "F1" or "F2", whose model and fleet these are then, or "own"
+  ModelArguments model;
+  FleetArguments fleet;
+  sim::ScaleModel links;
+  bool json = false;
+};
+
 struct SimulateArguments {
+  std::optional<ScaleArguments> scale;  // this, and none of the others
   std::uint64_t seeds = 200;
   std::uint64_t first_seed = 1;
   std::optional<std::int64_t> seed;  // one alone, with all that it draws
@@ -157,5 +168,6 @@ int run_trainer(const TrainerArguments& arguments);
 int run_worker(const WorkerArguments& arguments);
 int run_doctor(const DoctorArguments& arguments);
 int run_simulate(const SimulateArguments& arguments);
+int run_scale(const ScaleArguments& arguments);
 
 }  // namespace shardpull::cli

@@ -66,6 +66,7 @@ int run_one(const SimulateArguments& arguments) {
 }  // namespace
 
 int run_simulate(const SimulateArguments& arguments) {
+  if (arguments.scale) return run_scale(*arguments.scale);
   if (arguments.seed) return run_one(arguments);
   Tally tally;
   std::atomic<std::uint64_t> next{0};

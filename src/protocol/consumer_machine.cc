@@ -213,13 +213,16 @@ struct Course {
 
 struct ConsumerMachine::State {
   explicit State(ConsumerConfig given)
-      : config(std::move(given)), whole(std::make_shared<const Course>(config.plan)), course(whole) {
+      : State(given, std::make_shared<const Course>(given.plan), given.plan->consumer) {}
+  State(ConsumerConfig given, std::shared_ptr<const Course> same, std::uint32_t id)
+      : config(std::move(given)), consumer(id), whole(std::move(same)), course(whole) {
     slots.resize(std::max<std::uint32_t>(whole->plan.ring_depth, 1));
     modules.resize(
         std::max<std::size_t>(config.num_modules, whole->fed.empty() ? 0 : *whole->fed.rbegin() + 1));
   }
 
   const ConsumerConfig config;
+  const std::uint32_t consumer;  // this worker; where the plan is a twin's as well, that has another id
   const std::shared_ptr<const Course> whole;
   std::shared_ptr<const Course> part;    // of the last restricted plan
   std::shared_ptr<const Course> course;  // the running (or last) sync's: one of the two
@@ -302,8 +305,8 @@ struct ConsumerMachine::State {
 
   void send_pull(std::uint32_t c, std::uint16_t r, ConsumerActions& out) {
     const RunProgress& run = chunks[c].runs[r];
-    out.push_back(SendPull{
-        run.producer, PullId{sync_id, plan().consumer, id_of(c), r, run.attempt, run.seq, run.lane}});
+    out.push_back(
+        SendPull{run.producer, PullId{sync_id, consumer, id_of(c), r, run.attempt, run.seq, run.lane}});
   }
 
   // ---- takeover ---------------------------------------------------------------------------------
@@ -340,13 +343,12 @@ struct ConsumerMachine::State {
 
   void lost_for_good(std::uint32_t c, std::uint16_t r, ConsumerActions& out) {
     const std::uint32_t producer = chunks[c].runs[r].producer;
-    set_error(
-        Status(StatusCode::kUnavailable,
-               fmt::format("{} lost {} in sync {}, and nobody else has chunk {} (group {}): {}",
-                           worker_name(plan().consumer), trainer_name(producer), sync_id, id_of(c),
-                           plan().chunks[c].group, away.at(producer).why.message()),
-               {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = trainer_name(producer)}),
-        true, out);
+    set_error(Status(StatusCode::kUnavailable,
+                     fmt::format("{} lost {} in sync {}, and nobody else has chunk {} (group {}): {}",
+                                 worker_name(consumer), trainer_name(producer), sync_id, id_of(c),
+                                 plan().chunks[c].group, away.at(producer).why.message()),
+                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = trainer_name(producer)}),
+              true, out);
   }
 
   // Asks for a run at the candidate that stands in. False when none is left: the update has failed.
@@ -632,8 +634,7 @@ struct ConsumerMachine::State {
   }
 
   std::string describe(std::uint32_t c) const {
-    return fmt::format("{}: chunk {} (group {})", worker_name(plan().consumer), id_of(c),
-                       plan().chunks[c].group);
+    return fmt::format("{}: chunk {} (group {})", worker_name(consumer), id_of(c), plan().chunks[c].group);
   }
 
   // The chunk's run that `pull` names, when a reply to it is still awaited from `producer`; `c`: its chunk.
@@ -643,8 +644,7 @@ struct ConsumerMachine::State {
       return nullptr;
     }
     c = course->place(pull.chunk);
-    if (!working() || pull.consumer != plan().consumer || c >= chunks.size() ||
-        pull.run >= chunks[c].runs.size()) {
+    if (!working() || pull.consumer != consumer || c >= chunks.size() || pull.run >= chunks[c].runs.size()) {
       ++drops.unknown;
       return nullptr;
     }
@@ -660,6 +660,8 @@ struct ConsumerMachine::State {
 
 ConsumerMachine::ConsumerMachine(ConsumerConfig config)
     : state_(std::make_unique<State>(std::move(config))) {}
+ConsumerMachine::ConsumerMachine(const ConsumerMachine& twin, std::uint32_t consumer)
+    : state_(std::make_unique<State>(twin.state_->config, twin.state_->whole, consumer)) {}
 ConsumerMachine::~ConsumerMachine() = default;
 
 Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id, std::uint64_t version,
@@ -667,7 +669,7 @@ Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id,
   State& s = *state_;
   (void)out;
   if (s.shut) return shutting_down();
-  const std::string me = worker_name(s.plan().consumer);
+  const std::string me = worker_name(s.consumer);
   if (s.state == WorkerState::kUpdating || s.state == WorkerState::kCommitting) {
     return wrong_state(fmt::format("{}: start_update of sync {} while {} in sync {}", me, sync_id,
                                    to_string(s.state), s.sync_id));
@@ -732,7 +734,7 @@ Status ConsumerMachine::update(std::int64_t now_ns, ConsumerActions& out) {
   if (s.state == WorkerState::kFailed || !s.error.ok()) return s.error;
   if (s.state != WorkerState::kUpdating || s.asked) {
     return wrong_state(fmt::format("{}: update without start_update (the worker is {})",
-                                   worker_name(s.plan().consumer), to_string(s.state)));
+                                   worker_name(s.consumer), to_string(s.state)));
   }
   s.asked = true;
   s.last_progress_ns = now_ns;
@@ -893,7 +895,7 @@ void ConsumerMachine::commit_done(std::int64_t now_ns, std::uint64_t sync_id, co
   s.copying = false;
   s.last_progress_ns = now_ns;
   if (!status.ok()) {
-    return s.set_error(status.with_context(worker_name(s.plan().consumer) + ": the commit"), true, out);
+    return s.set_error(status.with_context(worker_name(s.consumer) + ": the commit"), true, out);
   }
   for (std::uint32_t c = 0; c < s.chunks.size(); ++c) {
     if (!s.plan().chunks[c].post_process.empty()) s.posts_due.insert(c);
@@ -926,7 +928,7 @@ Status ConsumerMachine::finish_update(std::int64_t now_ns, std::uint64_t sync_id
   if (sync_id == s.sync_id && !s.error.ok()) return s.error;
   if (sync_id != s.sync_id || s.state != WorkerState::kPrepared) {
     return wrong_state(fmt::format("{}: finish_update of sync {} while {} in sync {}",
-                                   worker_name(s.plan().consumer), sync_id, to_string(s.state), s.sync_id));
+                                   worker_name(s.consumer), sync_id, to_string(s.state), s.sync_id));
   }
   s.state = WorkerState::kCommitting;
   if (s.config.staged) {
@@ -1035,7 +1037,7 @@ void ConsumerMachine::tick(std::int64_t now_ns, ConsumerActions& out) {
   }
   if (waiting.empty()) return;
   s.set_error(stalled(fmt::format("{}: sync {} made no progress for {:.3g} s, waiting for{}",
-                                  worker_name(s.plan().consumer), s.sync_id,
+                                  worker_name(s.consumer), s.sync_id,
                                   static_cast<double>(now_ns - s.last_progress_ns) / 1e9, waiting.substr(1))),
               true, out);
 }
@@ -1080,9 +1082,9 @@ Result<std::uint64_t> ConsumerMachine::version() const {
   }
   if (count == 0 && s.committed) return *s.committed;
   return wrong_state(count == 0
-                         ? fmt::format("{} holds no version yet", worker_name(s.plan().consumer))
-                         : fmt::format("{} holds no single version: {}{}", worker_name(s.plan().consumer),
-                                       others, count > 8 ? fmt::format(", ... ({} in all)", count) : ""));
+                         ? fmt::format("{} holds no version yet", worker_name(s.consumer))
+                         : fmt::format("{} holds no single version: {}{}", worker_name(s.consumer), others,
+                                       count > 8 ? fmt::format(", ... ({} in all)", count) : ""));
 }
 
 }  // namespace shardpull

@@ -149,6 +149,10 @@ using ConsumerActions = std::vector<ConsumerAction>;
 class ConsumerMachine {
  public:
   explicit ConsumerMachine(ConsumerConfig config);
+  // Worker `consumer`, which does the same as `twin` in another replica: it shares the plan, and what follows
+  // from it, with that machine, but goes by its own id. In the state of a new machine, whatever the twin's
+  // is. Many machines of one process are little larger this way than what they keep of a sync.
+  ConsumerMachine(const ConsumerMachine& twin, std::uint32_t consumer);
   ~ConsumerMachine();
 
   // Legal from idle, prepared (abandoned), failed, once nothing is in flight. `plan`: what this sync runs, of

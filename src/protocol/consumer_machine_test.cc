@@ -95,6 +95,24 @@ TEST(ConsumerPipeline, ReceiveSlotsGoRoundAcrossSyncs) {
   EXPECT_THAT(slots, ElementsAre(0u, 1u, 0u, 1u, 0u, 1u));
 }
 
+TEST(ConsumerPipeline, ATwinSharesThePlanAndGoesByItsOwnId) {
+  ConsumerBench b({.groups = 3});
+  b.start(1, 10);  // what the first one does is nothing to the other
+  ConsumerMachine twin(b.machine, 7);
+  EXPECT_EQ(twin.state(), WorkerState::kIdle);
+  ConsumerActions out;
+  ASSERT_EQ(twin.start_update(0, 1, 10, nullptr, out), Status());
+  ASSERT_EQ(twin.update(0, out), Status());
+  const auto pulls = of_kind<SendPull>(out);
+  ASSERT_EQ(pulls.size(), b.pulled().size());
+  for (const SendPull& pull : pulls) EXPECT_EQ(pull.pull.consumer, 7u);
+  out.clear();
+  twin.ready(0, pulls[0].producer, pulls[0].pull, b.ready_info(pulls[0].pull.chunk), out);
+  EXPECT_EQ(twin.drops().unknown, 0u);
+  EXPECT_FALSE(out.empty());
+  EXPECT_THAT(twin.update(0, out).message(), HasSubstr("worker 7"));
+}
+
 TEST(ConsumerPipeline, AChunkHasLandedWhenAllItsRunsHave) {
   ConsumerBench b(
       {.groups = 2, .names_per_group = 2, .producers = 2, .max_chunk_bytes = 128, .pull_split = 2});

@@ -660,10 +660,12 @@ struct ProducerMachine::State {
       }
       return {};
     };
+    const PullTable* compared = nullptr;  // equal tables are one object: reserve()
     for (std::uint32_t c = consumer % sharing; c < tables.num_consumers; c += sharing) {
       const auto& theirs = consumers[c].lane(LaneKind::kRegular).table;
-      if (c == consumer || consumers[c].gone || !theirs) continue;
+      if (c == consumer || consumers[c].gone || !theirs || theirs.get() == compared) continue;
       SHARDPULL_RETURN_IF_ERROR(compare(c, *theirs));
+      compared = theirs.get();
     }
     for (const WaitingReserve& waiting : rings.at(consumer % sharing).waiting) {
       if (waiting.consumer == consumer) continue;
