@@ -130,16 +130,16 @@ def measure(wire, pump, shardpull, model, case, syncs, pump_bytes):
                                           stdout=subprocess.DEVNULL, stderr=logs, env=environment))
         walls, limits, before, text = [], [], None, ""
         while len(limits) < syncs - 1:
-            try:
-                got = os.read(ours, 4096).decode()
-            except OSError:
-                got = ""
-            if not got:
-                logs.seek(0)
-                sys.exit(f"{logs.read()}the trainer ended early")
-            text += got
             found = LINE.search(text)
             if not found:
+                try:
+                    got = os.read(ours, 4096).decode()
+                except OSError:
+                    got = ""
+                if not got:
+                    logs.seek(0)
+                    sys.exit(f"{logs.read()}the trainer ended early")
+                text += got  # may be several lines
                 continue
             text = text[found.end():]
             # ip netns exec becomes the command, so these are the fleet's own processes. Far shorter than what counts as
