@@ -265,7 +265,8 @@ class Troubled(TraceChecks, FaultTest):
 
     def test_a_sync_that_loses_a_trainer(self):
         """Failed: the workers' waits add up to when they gave up, and say whom they were for."""
-        self.launch_traced(3, "--path", "packed", inference="replicas=2", workers=2, faults={"trainer 1": "kill@rank.begun/2:1"})
+        self.launch_traced(3, "--path", "packed", inference="replicas=2", workers=2, on_loss="fail",
+                           faults={"trainer 1": "kill@rank.begun/2:1"})
         self.expect_sync()
         self.next_sync()
         self.expect_failure("trainer 1", DEAD_AFTER + 10 * SLOWNESS, but=["trainer 1"])
