@@ -103,9 +103,9 @@ std::vector<Fault> draw_faults(Random& random, const SimOptions& options, std::u
   }
   static constexpr FaultKind kKinds[] = {
       FaultKind::kCrashWorker,   FaultKind::kCrashWorker, FaultKind::kCrashWorker, FaultKind::kSilenceWorker,
-      FaultKind::kSilenceWorker, FaultKind::kDelayWorker, FaultKind::kCutHot,      FaultKind::kHoldHot,
-      FaultKind::kSlowWorker,    FaultKind::kSlowRank,    FaultKind::kCrashRank,   FaultKind::kCrashRank,
-      FaultKind::kSilenceRank};
+      FaultKind::kSilenceWorker, FaultKind::kDelayWorker, FaultKind::kCutHot,      FaultKind::kCutHot,
+      FaultKind::kHoldHot,       FaultKind::kSlowWorker,  FaultKind::kSlowRank,    FaultKind::kCrashRank,
+      FaultKind::kCrashRank,     FaultKind::kSilenceRank};
   for (std::uint64_t left = random.below(3); left > 0; --left) {
     const FaultKind kind = kKinds[random.below(std::size(kKinds))];
     const bool of_rank = kind == FaultKind::kCrashRank || kind == FaultKind::kSilenceRank;
