@@ -23,6 +23,9 @@
 
 namespace shardpull {
 
+// What a lost worker leads to: the sync goes on without its replica, or fails everywhere. With kFail the loss
+// of a worker or rank between two syncs fails the next one, unless it is back; a later send_weights waits for
+// it.
 enum class OnConsumerLoss : std::uint8_t { kContinue, kFail };
 
 // How a rank publishes: what its source declares (WeightSource::resident), or one of the two for all.

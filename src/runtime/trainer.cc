@@ -208,6 +208,8 @@ struct Trainer::Impl final : TransportSink {
   Status last_loss;                                     // sender: of a worker
   std::map<std::uint32_t, Status> rank_losses;          // sender: the latest, by rank
   std::set<std::uint32_t> ready_workers;                // sender: InitDone OK and not lost since
+  // Sender: lost while no sync ran, and not back: no sync has failed for it yet.
+  std::set<std::uint32_t> workers_lost_between, ranks_lost_between;
   std::unique_ptr<TrainerMachine> trainer;
   std::unique_ptr<SenderMachine> sync;  // sender
   std::uint64_t last_sync_id = 0;       // sender
@@ -533,6 +535,7 @@ void Trainer::Impl::take_back(std::uint32_t rank, Incarnation life, const Traine
     answer.tables = encode_tables(*tables);
   }
   sync->take_back(rank);
+  ranks_lost_between.erase(rank);
   // The rank hears first: whoever reserves there finds its producer started.
   send(member, std::move(answer));
   for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker)
@@ -643,7 +646,10 @@ void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitReques
 }
 
 void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
-  if (done.status.ok()) ready_workers.insert(consumer);
+  if (done.status.ok()) {
+    ready_workers.insert(consumer);
+    workers_lost_between.erase(consumer);
+  }
   {
     MutexLock lock(mutex);
     joined_workers.insert(consumer);
@@ -668,7 +674,8 @@ void Trainer::Impl::on_lost(const Member& member, const Status& why) {
   const Status named = lost(member, why);
   if (member.role == Role::kWorker) {
     server->consumer_lost(member.id, named);
-    ready_workers.erase(member.id);
+    if (ready_workers.erase(member.id) != 0 && sync && !sync->running())
+      workers_lost_between.insert(member.id);
     last_loss = named;
     if (sync)
       drive_sender(
@@ -676,6 +683,7 @@ void Trainer::Impl::on_lost(const Member& member, const Status& why) {
   } else {
     if (sync) {
       rank_losses[member.id] = named;
+      if (!sync->running()) ranks_lost_between.insert(member.id);
       drive_sender(
           [&](std::int64_t now, SenderActions& out) { sync->rank_lost(now, member.id, named, out); });
     }
@@ -867,9 +875,13 @@ void Trainer::Impl::perform(const SenderAction& action) {
 
 std::vector<std::uint32_t> Trainer::Impl::whole_replicas() const {
   const std::uint32_t per_replica = options.num_consumers / options.num_replicas;
+  // Where a loss fails a sync, one between two syncs fails the next: it begins with whom it was to reach.
+  std::set<std::uint32_t> ready = ready_workers;
+  if (options.on_consumer_loss == OnConsumerLoss::kFail)
+    ready.insert(workers_lost_between.begin(), workers_lost_between.end());
   std::vector<std::uint32_t> whole;
   for (std::uint32_t first = 0; first < options.num_consumers; first += per_replica) {
-    const auto from = ready_workers.lower_bound(first), to = ready_workers.lower_bound(first + per_replica);
+    const auto from = ready.lower_bound(first), to = ready.lower_bound(first + per_replica);
     if (std::distance(from, to) == static_cast<std::ptrdiff_t>(per_replica))
       whole.insert(whole.end(), from, to);
   }
@@ -904,7 +916,8 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
         missing = fmt::format("a whole replica of workers; missing: {}", missing);
         return;
       }
-      if (const std::vector<std::uint32_t> ranks = sync->missed_ranks(); !ranks.empty()) {
+      const bool fails = options.on_consumer_loss == OnConsumerLoss::kFail && !ranks_lost_between.empty();
+      if (const std::vector<std::uint32_t> ranks = sync->missed_ranks(); !ranks.empty() && !fails) {
         missing.clear();
         for (const std::uint32_t rank : ranks)
           missing += fmt::format("{}trainer {}", missing.empty() ? "" : ", ", rank);
@@ -913,6 +926,8 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
         return;
       }
       begun = true;
+      workers_lost_between.clear();
+      ranks_lost_between.clear();
       report = {};
       report.sync_id = ++last_sync_id;
       if (trace) trace->begin(report.sync_id);

@@ -64,6 +64,22 @@ class KilledWorker(FaultTest):
                 self.shut()
                 self.assert_nothing_left()
 
+    def test_between_two_syncs_where_that_is_asked_for(self):
+        """The next sync fails for everybody, naming the worker or the trainer: nobody is waited for."""
+        for name in ("worker 3", "trainer 1"):
+            for inference, workers in (("replicas=4", 4), ("tp=4", 4)):
+                with self.subTest(f"{name} {inference}"):
+                    self.launch(3, "--transport", "shm", inference=inference, workers=workers, on_loss="fail")
+                    self.expect_sync()
+                    at = self.announced("sender.sending")
+                    self.processes[name].signal(signal.SIGKILL)
+                    self.processes[name].wait()
+                    self.pause(0.2)  # the sender has heard of it, which nothing shows
+                    at.go()
+                    self.expect_failure(name, 4 * SLOWNESS, but=[name])
+                    self.shut()
+                    self.assert_nothing_left()
+
     def test_mates_leave_with_it(self):
         """2 replicas of 2 workers: the one with a lost worker leaves the sync whole, and comes back whole."""
         self.launch(4, inference="tp=2,replicas=2", faults={"worker 3": "announce@worker.landed/2:1"})
