@@ -165,7 +165,8 @@ class WorkerRun {
                                         : ", NOT exact");
       std::fflush(stdout);
     }
-    SHARDPULL_RETURN_IF_ERROR(worker_->send_message("trainer 0", "report", encode(own)));
+    SHARDPULL_RETURN_IF_ERROR(
+        worker_->send_message("trainer 0", "report", encode(own)).with_context("reporting to trainer 0"));
     return verdict_status;
   }
 

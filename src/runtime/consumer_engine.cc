@@ -311,6 +311,12 @@ Result<EndpointId> ConsumerEngine::connect_to(std::uint32_t producer, std::int64
   return *endpoint;
 }
 
+bool ConsumerEngine::connected() const {
+  return std::all_of(endpoints_.begin(), endpoints_.end(), [&](const auto& endpoint) {
+    return endpoint.second.greeted || lost_.contains(endpoint.second.producer);
+  });
+}
+
 bool ConsumerEngine::planned(std::uint32_t producer) const {
   return std::any_of(plan_->producers.begin(), plan_->producers.end(),
                      [&](const ProducerPlan& each) { return each.producer == producer; });
@@ -321,7 +327,6 @@ bool ConsumerEngine::planned(std::uint32_t producer) const {
 void ConsumerEngine::forget_endpoint(EndpointId id) {
   const auto found = endpoints_.find(id);
   if (found == endpoints_.end()) return;
-  if (found->second.greeted) --greeted_;
   endpoints_.erase(found);
   progress_.transport().close(id);
 }
@@ -542,7 +547,6 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
       }
       if (!endpoint.greeted) {
         endpoint.greeted = true;
-        ++greeted_;
       }
       if (endpoint.waits) returning_[producer].greeted = true;
       return true;
@@ -592,7 +596,6 @@ bool ConsumerEngine::on_closed(EndpointId id, const Status& why) {
   if (found == endpoints_.end()) return false;
   const Endpoint endpoint = found->second;
   endpoints_.erase(found);
-  if (endpoint.greeted) --greeted_;
   const Status named(StatusCode::kUnavailable,
                      fmt::format("trainer {} closed its hot endpoint: {}", endpoint.producer, why.message()),
                      {.reason = Reason::kPeerLost,
@@ -602,7 +605,7 @@ bool ConsumerEngine::on_closed(EndpointId id, const Status& why) {
     returning_failed(endpoint.producer, named);
     return true;
   }
-  if (connect_error_.ok()) connect_error_ = named;
+  connect_error_ = named;
   if (!lost_.contains(endpoint.producer)) broken_.insert(endpoint.producer);
   drive([&](std::int64_t now, ConsumerActions& out) {
     machine_.producer_unreachable(now, endpoint.producer, named, out);

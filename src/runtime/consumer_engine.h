@@ -68,8 +68,9 @@ class ConsumerEngine {
   // Opens a hot endpoint to every producer of the plan that is not lost and says hello. Done when connected() is
   // true.
   Status connect(std::int64_t timeout_ns);
-  bool connected() const { return greeted_ == endpoints_.size(); }
-  const Status& connect_error() const { return connect_error_; }
+  bool connected() const;
+  // That of a connection which broke, while its producer is not known to be lost.
+  Status connect_error() const { return broken_.empty() ? Status() : connect_error_; }
 
   // `plan`: what this sync runs (restrict_plan of the whole plan), null for all of it. Its copies are
   // compiled here, and kept until a sync runs another one. Connections that broke are opened again first, and
@@ -301,7 +302,6 @@ class ConsumerEngine {
   std::set<std::uint32_t> broken_;  // others whose endpoint broke
   std::vector<std::string> addresses_;  // hot, by producer
   std::map<std::uint32_t, Returning> returning_;  // by producer
-  std::size_t greeted_ = 0;
   Status connect_error_;
   std::unordered_map<ReadToken, Transfer> transfers_;
   std::unordered_map<ReadToken, std::shared_ptr<DirectReads>> direct_reads_;

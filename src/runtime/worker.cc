@@ -212,6 +212,7 @@ struct Worker::Impl final : TransportSink {
   CondVar wake;
   std::optional<InitPayload> payload SHARDPULL_GUARDED_BY(mutex);
   std::map<std::uint32_t, Status> reserve_replies SHARDPULL_GUARDED_BY(mutex);
+  std::set<std::uint32_t> ranks_lost SHARDPULL_GUARDED_BY(mutex);  // ever: they may owe an answer to reserve
   bool hot_ready SHARDPULL_GUARDED_BY(mutex) = false;
   std::optional<Status> ended SHARDPULL_GUARDED_BY(mutex);  // OK = orderly shutdown
   std::deque<Result_> results SHARDPULL_GUARDED_BY(mutex);
@@ -341,6 +342,7 @@ Status Worker::Impl::meet_mates() {
 }
 
 Status Worker::Impl::make_plan() {
+  fault_point("worker.joining", 0);
   if (options.recording != nullptr) {
     SHARDPULL_RETURN_IF_ERROR(check_recording(*options.recording, model, tables->metadata));
     recorded = options.recording;
@@ -448,13 +450,19 @@ Status Worker::Impl::reserve() {
   SHARDPULL_RETURN_IF_ERROR(status);
   SHARDPULL_RETURN_IF_ERROR(
       wait_for([this]() SHARDPULL_REQUIRES(mutex) { return hot_ready; }, "hello on the hot channel"));
-  progress->run([&] { status = engine->connected() ? Status() : engine->connect_error(); });
-  SHARDPULL_RETURN_IF_ERROR(status);
 
   for (const std::uint32_t producer : producers) announce_plan(producer);
   SHARDPULL_RETURN_IF_ERROR(wait_for(
-      [&]() SHARDPULL_REQUIRES(mutex) { return reserve_replies.size() == producers.size(); },
+      [&]() SHARDPULL_REQUIRES(mutex) {
+        return std::all_of(producers.begin(), producers.end(),
+                           [&](std::uint32_t rank) SHARDPULL_REQUIRES(mutex) {
+                             return reserve_replies.contains(rank) || ranks_lost.contains(rank);
+                           });
+      },
       "answer to reserve"));
+  // A trainer that lives and cannot be reached. One that died has been told by the control channel meanwhile.
+  progress->run([&] { status = engine->connect_error(); });
+  SHARDPULL_RETURN_IF_ERROR(status);
   MutexLock lock(mutex);
   for (const auto& [rank, reply] : reserve_replies) {
     if (!reply.ok()) return reply.with_context(fmt::format("trainer {} refused this worker's plan", rank));
@@ -697,7 +705,7 @@ void Worker::Impl::after_event() {
   if (engine == nullptr) return;
   try_start();
   MutexLock lock(mutex);
-  if (!hot_ready && (engine->connected() || !engine->connect_error().ok())) {
+  if (!hot_ready && engine->connected()) {
     hot_ready = true;
     wake.notify_all();
   }
@@ -707,7 +715,13 @@ void Worker::Impl::on_lost(const Member& member, const Status& why) {
   const Status named(StatusCode::kUnavailable,
                      fmt::format("{} is lost: {}", to_string(member), why.message()),
                      {.reason = Reason::kPeerLost, .fault = why.info().fault, .peer = to_string(member)});
-  if (member.role == Role::kTrainer) ranks_up.erase(member.id);
+  if (member.role == Role::kTrainer) {
+    ranks_up.erase(member.id);
+    // Whether the fleet can go on without it is the sender's to say, also while this worker joins.
+    MutexLock lock(mutex);
+    ranks_lost.insert(member.id);
+    wake.notify_all();
+  }
   if (engine != nullptr && member.role == Role::kTrainer) engine->producer_lost(member.id, named);
   after_event();
   if (member == kSender) {
@@ -720,8 +734,6 @@ void Worker::Impl::on_lost(const Member& member, const Status& why) {
       end(*ending);
     }
     after_event();
-  } else if (member.role == Role::kTrainer && engine == nullptr) {
-    end(named);
   }
 }
 

@@ -183,6 +183,28 @@ class KilledRank(RankFault):
             self.expect_all()
         self.end()
 
+    def test_one_that_is_lost_while_a_worker_joins(self):
+        """The worker joins without it, whether it bakes or waits for that rank's answer, and others stand in for it."""
+        for point in ("worker.joining", None):
+            with self.subTest(point or "reserving"):
+                self.launch_ranks(SHARED, syncs=3)
+                self.expect_all()
+                self.processes["worker 1"].signal(signal.SIGKILL)
+                self.processes["worker 1"].wait()
+                if point:
+                    worker = self.start_worker(1, f"announce@{point}")
+                    at = self.announced(point, worker)
+                    self.kill_rank(1)
+                    self.expect_sync(1)  # the fleet has met its loss
+                    at.go()
+                else:
+                    self.stop(self.processes["trainer 1"])  # it answers nothing until it is lost
+                    self.start_worker(1)
+                self.announced("sender.joined").go()
+                self.expect_sync(2)
+                self.shut()
+                self.assert_nothing_left()
+
     def test_one_that_stays_away_is_waited_for(self):
         """Nobody stands in for it: the next sync waits for connect_timeout, then everybody ends with an error that names it."""
         self.launch_ranks(ALONE, connect_timeout=5)
