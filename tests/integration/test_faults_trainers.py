@@ -138,7 +138,7 @@ class StoppedTrainer(TrainerFault):
             self.end()
 
     def longer_at(self, name, point, transport, path):
-        """What it held nobody else has: all end, but a rank that had ended is missed by the next sync only."""
+        """Case 130. What it held nobody else has: all end, but a rank that had ended is missed by the next sync only."""
         with self.subTest(f"{transport} {path} {name} {point}"):
             process, _ = self.stop_at(name, point, transport, path, on_loss="fail")
             committed = COMMITTED_BY.get(point, [])
