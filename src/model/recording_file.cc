@@ -23,6 +23,7 @@
 #include <fmt/format.h>
 
 #include "base/checked.h"
+#include "base/edit_distance.h"
 #include "base/limits.h"
 #include "base/status_macros.h"
 #include "base/strict_json.h"
@@ -295,24 +296,13 @@ class RecordingReader {
     if (unknown.empty()) return {};
     std::string text = fmt::format("; it has {}, which the model lacks", in_quotes(unknown));
     const TensorMeta* likest = nullptr;
-    std::size_t most = 0;
+    std::size_t least = std::numeric_limits<std::size_t>::max();
     for (const TensorMeta& meta : metadata_) {
       if (there.contains(meta.name)) continue;
-      const std::size_t shorter = std::min(meta.name.size(), unknown.size());
-      const auto front = static_cast<std::size_t>(
-          std::mismatch(meta.name.begin(), meta.name.begin() + static_cast<std::ptrdiff_t>(shorter),
-                        unknown.begin())
-              .first -
-          meta.name.begin());
-      const auto back = static_cast<std::size_t>(
-          std::mismatch(meta.name.rbegin(), meta.name.rbegin() + static_cast<std::ptrdiff_t>(shorter - front),
-                        unknown.rbegin())
-              .first -
-          meta.name.rbegin());
-      if (front + back > most) {
-        most = front + back;
-        likest = &meta;
-      }
+      const std::size_t distance = edit_distance(meta.name, unknown, least);
+      if (distance >= least) continue;
+      least = distance;
+      likest = &meta;
     }
     if (likest != nullptr)
       text += fmt::format("; the model has {}, which the file lacks", in_quotes(likest->name));

@@ -13,6 +13,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "base/edit_distance.h"
 #include "base/units.h"
 #include "plan/boxes.h"
 #include "plan/path.h"
@@ -33,21 +34,6 @@ std::string ranks_text(const std::vector<std::uint32_t>& ranks) {
 
 std::string trainers_text(const std::vector<std::uint32_t>& ranks) {
   return fmt::format("trainer{} {}", ranks.size() == 1 ? "" : "s", ranks_text(ranks));
-}
-
-// Changed, added and dropped characters that lead from `a` to `b`.
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = std::exchange(row[0], i);
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
-    }
-  }
-  return row.back();
 }
 
 std::optional<std::uint32_t> index_of(const InitTables& tables, std::string_view name) {

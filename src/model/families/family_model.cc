@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <charconv>
-#include <numeric>
 #include <unordered_set>
 
+#include "base/edit_distance.h"
 #include "base/status_macros.h"
 #include "model/describe.h"
 
@@ -14,26 +14,6 @@ namespace {
 Status refused(std::string message, Reason reason, std::string tensor) {
   return Status(StatusCode::kInvalidArgument, std::move(message),
                 ErrorInfo{.reason = reason, .tensor = std::move(tensor)});
-}
-
-// How far apart two names are (insertions, deletions, replacements); `limit` when that or more.
-std::size_t distance(std::string_view a, std::string_view b, std::size_t limit) {
-  if (a.size() > b.size() ? a.size() - b.size() >= limit : b.size() - a.size() >= limit) return limit;
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i;
-    std::size_t least = i;
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
-      least = std::min(least, row[j]);
-    }
-    if (least >= limit) return limit;
-  }
-  return std::min(row[b.size()], limit);
 }
 
 }  // namespace
@@ -119,7 +99,7 @@ Status FamilyModel::unknown_names(const std::vector<std::string>& unknown,
       std::size_t best = std::max<std::size_t>(3, name.size() / 4);
       for (const auto& [known, source] : sources) {
         // Of equally near ones the first by name.
-        const std::size_t here = distance(name, known, best + 1);
+        const std::size_t here = edit_distance(name, known, best + 1);
         if (here < best || (here == best && nearest != nullptr && known < *nearest)) {
           best = here;
           nearest = &known;
