@@ -17,6 +17,9 @@ Result<std::uint64_t> parse_bytes(std::string_view text, std::string_view what);
 // Parses a duration into nanoseconds: decimal digits, then ns, us, ms, s, min or h. The unit is required.
 Result<std::int64_t> parse_duration_ns(std::string_view text, std::string_view what);
 
+// Of a speed in Gbit/s, as network cards are sold.
+inline constexpr std::uint64_t kBytesPerGigabit = 125'000'000;
+
 // Parses a whole decimal integer in [low, high]: an optional minus sign and digits, nothing else.
 Result<std::int64_t> parse_integer(std::string_view text, std::string_view what, std::int64_t low, std::int64_t high);
 

@@ -8,13 +8,13 @@
 #include <cstdio>
 #include <functional>
 #include <limits>
-#include <numeric>
 #include <string_view>
 #include <utility>
 
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
+#include "base/edit_distance.h"
 #include "base/identity.h"
 #include "base/interfaces.h"
 #include "base/limits.h"
@@ -356,16 +356,16 @@ void add_recordings(CLI::App& app, std::vector<std::string>& files) {
 
 constexpr std::int64_t kMaxSeed = std::int64_t{1} << 62;
 
-// Of each host's network card, in Gbit/s.
+// Of each host's network card, in Gbit/s. `standard`: what is shown as its default, if anything.
 CLI::Option* add_gigabits(CLI::App& app, const std::string& flag, std::uint64_t& target,
-                          const std::string& help) {
+                          const std::string& help, const std::string& standard = "") {
   return add_text(
       app, flag, help, "N",
       [&target, flag](const std::string& text) {
-        target =
-            static_cast<std::uint64_t>(value_or_throw(parse_integer(text, flag, 1, 1'000'000))) * 125'000'000;
+        target = static_cast<std::uint64_t>(value_or_throw(parse_integer(text, flag, 1, 1'000'000))) *
+                 kBytesPerGigabit;
       },
-      fmt::format("{}", target / 125'000'000));
+      standard);
 }
 
 // Any duration from 0 on.
@@ -400,6 +400,7 @@ void add_simulate(CLI::App& app, SimulateArguments& simulate, SimulateFlags& fla
     flags.seeds.push_back(app.get_option(flag));
 
   ScaleArguments& scale = flags.scale;
+  const std::vector<const CLI::Option*> before = std::as_const(app).get_options();
   const std::string group = "One sync of a fleet at its size (instead of seeds)";
   add_text(
       app, "--scale",
@@ -419,14 +420,10 @@ void add_simulate(CLI::App& app, SimulateArguments& simulate, SimulateFlags& fla
       ->group(group);
   const auto of_scale = [&](CLI::Option* option) { option->group(group); };
   of_scale(add_gigabits(app, "--nic-gbps", scale.links.trainer_host_bytes_per_s,
-                        "Speed of a host's network link, Gbit/s each way"));
-  of_scale(add_text(app, "--worker-nic-gbps", "Into a worker's host, where it differs", "N",
-                    [&scale](const std::string& text) {
-                      scale.links.worker_host_bytes_per_s =
-                          static_cast<std::uint64_t>(
-                              value_or_throw(parse_integer(text, "--worker-nic-gbps", 1, 1'000'000))) *
-                          125'000'000;
-                    }));
+                        "Speed of a host's network link, Gbit/s each way",
+                        fmt::format("{}", scale.links.trainer_host_bytes_per_s / kBytesPerGigabit)));
+  of_scale(add_gigabits(app, "--worker-nic-gbps", scale.links.worker_host_bytes_per_s,
+                        "Into a worker's host, where it differs"));
   of_scale(add_integer(app, "--ranks-per-host", scale.links.ranks_per_host, 1, kMaxRanks,
                        "Trainer ranks on a host"));
   of_scale(add_integer(app, "--workers-per-host", scale.links.workers_per_host, 1, kMaxRanks,
@@ -440,16 +437,11 @@ void add_simulate(CLI::App& app, SimulateArguments& simulate, SimulateFlags& fla
   of_scale(add_short_time(app, "--hub-message", scale.links.hub_message_ns,
                           "What the sender's hub takes to receive or to send one message"));
   app.add_flag("--json", scale.json, "One JSON object on standard output")->group(group);
-  std::vector<const CLI::Option*> before = std::as_const(app).get_options();
   add_model(app, scale.model);
   add_fleet(app, scale.fleet);
-  flags.sizes = {app.get_option("--nic-gbps"),       app.get_option("--worker-nic-gbps"),
-                 app.get_option("--ranks-per-host"), app.get_option("--workers-per-host"),
-                 app.get_option("--latency"),        app.get_option("--copy-speed"),
-                 app.get_option("--sum-speed"),      app.get_option("--source-speed"),
-                 app.get_option("--hub-message"),    app.get_option("--json")};
   for (const CLI::Option* option : std::as_const(app).get_options()) {
-    if (std::find(before.begin(), before.end(), option) == before.end()) flags.sizes.push_back(option);
+    const bool of_seeds = std::find(before.begin(), before.end(), option) != before.end();
+    if (!of_seeds && option->get_name() != "--scale") flags.sizes.push_back(option);
   }
 }
 
@@ -530,20 +522,6 @@ void add_doctor(CLI::App& app, DoctorArguments& doctor) {
 }
 
 // ---- messages ---------------------------------------------------------------------------------------------
-
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = row[0]++;
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
-    }
-  }
-  return row[b.size()];
-}
 
 // The known word nearest to a mistyped one, when it is near.
 std::string nearest(std::string_view word, const std::vector<std::string>& known) {
@@ -805,8 +783,9 @@ Command parse_command_line(const std::vector<std::string>& words, const Environm
   add_process(*worker_app, worker.process);
   add_fleet(*worker_app, worker.fleet);
   add_recordings(*worker_app, worker.recordings);
-  worker_app->add_flag("--enable-eplb", worker.enable_eplb,
-                       "The engine moves experts between slots at run time: refused, as a plan fixes the slot of each");
+  worker_app->add_flag(
+      "--enable-eplb", worker.enable_eplb,
+      "The engine moves experts between slots at run time: refused, as a plan fixes the slot of each");
   worker_app->add_flag("--verify", worker.verify,
                        "After each sync load the parameters a second time and compare all bytes");
   worker_app->add_option("--dump", worker.dump, "Write worker-<id>.safetensors here at the end")

@@ -119,6 +119,11 @@ Digest128 FleetPlan::digest() const {
   return {.low = all.low64, .high = all.high64};
 }
 
+Result<ModelInput> planned_model(const ModelArguments& arguments, bool any_architecture) {
+  return arguments.shape ? model_of_shape(*arguments.shape, arguments.overrides)
+                         : open_model(arguments.directory, any_architecture);
+}
+
 FleetPlanOptions plan_options(const FleetArguments& fleet) {
   return {.trainer = fleet.trainer,
           .inference = fleet.inference,

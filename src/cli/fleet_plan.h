@@ -29,6 +29,10 @@ struct FleetPlanOptions {
   std::vector<std::string> names;       // patterns of syncs of some names, checked against all workers
 };
 
+// The model that is to be planned: a shape of the catalogue or a directory. `any_architecture`: as
+// open_model.
+Result<ModelInput> planned_model(const ModelArguments& arguments, bool any_architecture = false);
+
 // What a fleet's arguments say of its plan.
 FleetPlanOptions plan_options(const FleetArguments& fleet);
 

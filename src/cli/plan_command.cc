@@ -118,11 +118,8 @@ std::string chunk_table(const FleetPlan& fleet) {
 }
 
 Status plan(const PlanArguments& arguments) {
-  Result<ModelInput> input = arguments.model.shape
-                                 ? model_of_shape(*arguments.model.shape, arguments.model.overrides)
-                                 : open_model(arguments.model.directory, !arguments.recordings.empty());
-  if (!input.ok()) return input.status();
-  const ModelInput& model = *input;
+  SHARDPULL_ASSIGN_OR_RETURN(const ModelInput model,
+                             planned_model(arguments.model, !arguments.recordings.empty()));
   std::vector<std::string> recordings;
   if (!arguments.recordings.empty()) {
     SHARDPULL_ASSIGN_OR_RETURN(

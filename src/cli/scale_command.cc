@@ -14,11 +14,8 @@ namespace shardpull::cli {
 namespace {
 
 Status simulate(const ScaleArguments& arguments) {
-  Result<ModelInput> model = arguments.model.shape
-                                 ? model_of_shape(*arguments.model.shape, arguments.model.overrides)
-                                 : open_model(arguments.model.directory);
-  if (!model.ok()) return model.status();
-  SHARDPULL_ASSIGN_OR_RETURN(const FleetPlan plan, plan_fleet(*model, plan_options(arguments.fleet)));
+  SHARDPULL_ASSIGN_OR_RETURN(const ModelInput model, planned_model(arguments.model));
+  SHARDPULL_ASSIGN_OR_RETURN(const FleetPlan plan, plan_fleet(model, plan_options(arguments.fleet)));
   const sim::ScaleFleet fleet = scale_fleet(plan, arguments.fleet);
   Progress progress;
   auto report = sim::simulate_scale(fleet, arguments.links, [&](double fraction, std::int64_t now_ns) {
@@ -26,7 +23,7 @@ Status simulate(const ScaleArguments& arguments) {
   });
   progress.clear();
   if (!report.ok()) return report.status().with_context("the simulated sync");
-  const ScaleRun run{arguments, *model, plan, fleet, *report};
+  const ScaleRun run{arguments, model, plan, fleet, *report};
   std::fputs((arguments.json ? to_json_text(run) : to_text(run)).c_str(), stdout);
   return {};
 }

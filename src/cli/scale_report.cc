@@ -46,7 +46,7 @@ double ratio(std::int64_t part, std::int64_t of) {
   return of == 0 ? 0 : static_cast<double>(part) / static_cast<double>(of);
 }
 std::uint64_t gigabits(std::uint64_t bytes_per_s) {
-  return bytes_per_s / 125'000'000;
+  return bytes_per_s / kBytesPerGigabit;
 }
 std::string speed(std::uint64_t bytes_per_s) {
   return format_rate(bytes_per_s, 1'000'000'000);
