@@ -430,8 +430,8 @@ struct ConsumerMachine::State {
     });
   }
 
-  // Sharers of a slot wait for each other, here and there: without a word from this worker they would wait for
-  // pulls that it cannot send, and it for theirs elsewhere.
+  // Sharers of a slot wait for each other, here and there: without a word from this worker they would wait
+  // for pulls that it cannot send, and it for theirs elsewhere.
   void leave_lanes(ConsumerActions& out) {
     std::erase_if(leaving, [&](std::uint32_t producer) {
       if (reads_from(producer)) return false;
@@ -673,10 +673,6 @@ Status ConsumerMachine::start_update(std::int64_t now_ns, std::uint64_t sync_id,
   if (s.state == WorkerState::kUpdating || s.state == WorkerState::kCommitting) {
     return wrong_state(fmt::format("{}: start_update of sync {} while {} in sync {}", me, sync_id,
                                    to_string(s.state), s.sync_id));
-  }
-  if (s.in_flight()) {
-    return wrong_state(fmt::format("{}: start_update of sync {} while post-processing of sync {} runs", me,
-                                   sync_id, s.sync_id));
   }
   if (sync_id <= s.sync_id)
     return wrong_state(fmt::format("{}: sync {} is not after sync {}", me, sync_id, s.sync_id));
@@ -962,8 +958,8 @@ void ConsumerMachine::producer_unreachable(std::int64_t now_ns, std::uint32_t pr
   s.leaving.insert(producer);
   if (s.working()) s.last_progress_ns = now_ns;
   std::vector<std::uint32_t> again;
-  for (auto it = s.unconfirmed.lower_bound({producer, 0});
-       it != s.unconfirmed.end() && it->first == producer; ++it) {
+  for (auto it = s.unconfirmed.lower_bound({producer, 0}); it != s.unconfirmed.end() && it->first == producer;
+       ++it) {
     again.push_back(it->second);
   }
   if (s.state == WorkerState::kFailed) {

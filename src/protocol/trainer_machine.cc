@@ -158,8 +158,8 @@ namespace {
 
 enum class SyncPhase : std::uint8_t { kIdle, kStarting, kUpdating, kFinishing, kDraining };
 
-// A consumer's place in the sync. kOver: it has answered a failure, and nothing more is expected of it. kLeaving: it
-// has ended with a mate that has lost the sender, whose own loss is awaited.
+// A consumer's place in the sync. kOver: it has answered a failure, and nothing more is expected of it.
+// kLeaving: it has ended with a mate that has lost the sender, whose own loss is awaited.
 enum class Progress : std::uint8_t {
   kAbsent,
   kStarting,
@@ -276,17 +276,20 @@ struct SenderMachine::State {
     return true;
   }
 
-  // Whether a worker reports that it has left the sync because a mate has lost the sender, which may not know it yet.
-  // That is no failure of the others': the hub is about to tell whose loss it is. True: it is waited for.
-  bool leaves(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t id, const Status& why) {
-    if (!running(id) || consumer >= consumers.size() || !in_sync(consumers[consumer]) ||
-        why.info().reason != Reason::kPeerLost)
+  // Whether a worker reports that it has left the sync because a mate has lost the sender, which may not know
+  // it yet. That is no failure of the others': the hub is about to tell whose loss it is. True: it is waited
+  // for.
+  bool leaves(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t id, const Status& status,
+              SenderActions& out) {
+    if (status.ok() || status.info().reason != Reason::kPeerLost || !running(id) ||
+        consumer >= consumers.size() || !in_sync(consumers[consumer]))
       return false;
     const std::uint32_t first = consumer / replica() * replica();
     for (std::uint32_t c = first; c < std::min<std::size_t>(first + replica(), consumers.size()); ++c) {
-      if (c == consumer || why.info().peer != worker_name(c)) continue;
+      if (c == consumer || status.info().peer != worker_name(c)) continue;
       consumers[consumer] = Progress::kLeaving;
       since_ns = now_ns;
+      advance(now_ns, out);
       return true;
     }
     return false;
@@ -411,7 +414,7 @@ void SenderMachine::rank_began(std::int64_t now_ns, std::uint32_t rank, std::uin
 void SenderMachine::update_started(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id,
                                    const Status& status, SenderActions& out) {
   State& s = *state_;
-  if (!status.ok() && s.leaves(now_ns, consumer, sync_id, status)) return s.advance(now_ns, out);
+  if (s.leaves(now_ns, consumer, sync_id, status, out)) return;
   if (!status.ok()) {
     // It refused: it is not in the sync, and will not answer a failure.
     if (!s.report(now_ns, consumer, sync_id, {Progress::kStarting}, Progress::kOver)) return;
@@ -424,7 +427,7 @@ void SenderMachine::update_started(std::int64_t now_ns, std::uint32_t consumer, 
 void SenderMachine::prepared(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id,
                              const Status& status, SenderActions& out) {
   State& s = *state_;
-  if (!status.ok() && s.leaves(now_ns, consumer, sync_id, status)) return s.advance(now_ns, out);
+  if (s.leaves(now_ns, consumer, sync_id, status, out)) return;
   if (!status.ok()) {
     if (!s.report(now_ns, consumer, sync_id,
                   {Progress::kStarting, Progress::kStarted, Progress::kUpdating, Progress::kPrepared,
@@ -441,7 +444,7 @@ void SenderMachine::prepared(std::int64_t now_ns, std::uint32_t consumer, std::u
 void SenderMachine::finished(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id,
                              const Status& status, SenderActions& out) {
   State& s = *state_;
-  if (!status.ok() && s.leaves(now_ns, consumer, sync_id, status)) return s.advance(now_ns, out);
+  if (s.leaves(now_ns, consumer, sync_id, status, out)) return;
   if (!s.report(now_ns, consumer, sync_id, {Progress::kFinishing},
                 status.ok() ? Progress::kFinished : Progress::kOver))
     return;
@@ -468,7 +471,7 @@ void SenderMachine::failed(std::int64_t now_ns, const Member& from, std::uint64_
   if (from.role == Role::kWorker && (from.id >= s.consumers.size() || !s.in_sync(s.consumers[from.id])))
     return;
   if (from.role == Role::kTrainer && from.id >= s.ranks.size()) return;
-  if (from.role == Role::kWorker && s.leaves(now_ns, from.id, sync_id, why)) return s.advance(now_ns, out);
+  if (from.role == Role::kWorker && s.leaves(now_ns, from.id, sync_id, why, out)) return;
   s.fail_for(now_ns, from, why, out);
 }
 
