@@ -126,8 +126,7 @@ ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Rec
                                std::shared_ptr<const InitTables> tables,
                                std::shared_ptr<const WorkerPlan> plan, FleetToken token,
                                Incarnation incarnation, std::int64_t stall_timeout_ns,
-                               std::int64_t loss_grace_ns, ConsumerHooks hooks, Model* fallbacks,
-                               Apply apply)
+                               std::int64_t loss_grace_ns, ConsumerHooks hooks, Model* fallbacks, Apply apply)
     : progress_(progress),
       model_(model),
       fallbacks_(fallbacks),
@@ -333,7 +332,8 @@ void ConsumerEngine::forget_endpoint(EndpointId id) {
 
 void ConsumerEngine::producer_returned(std::uint32_t rank, std::string address, std::uint64_t without_until,
                                        std::int64_t limit_ns) {
-  if (const auto before = returning_.find(rank); before != returning_.end()) forget_endpoint(before->second.endpoint);
+  if (const auto before = returning_.find(rank); before != returning_.end())
+    forget_endpoint(before->second.endpoint);
   addresses_[rank] = std::move(address);
   Returning& returning = returning_[rank] = {};
   returning.without_until = without_until;
@@ -491,7 +491,8 @@ void ConsumerEngine::recovery_reserved(std::uint32_t rank, const Status& status)
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.recovery_reserved(now, rank, status, out); });
   const EndpointId endpoint = endpoint_of(rank);
   if (status.ok() || endpoint == 0) return;
-  progress_.transport().close(endpoint);  // nothing comes over it until the next sync, which opens another one
+  progress_.transport().close(
+      endpoint);  // nothing comes over it until the next sync, which opens another one
   on_closed(endpoint, status);
 }
 
@@ -545,9 +546,7 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
         reject(decode_status(payload, header.length));
         return true;
       }
-      if (!endpoint.greeted) {
-        endpoint.greeted = true;
-      }
+      endpoint.greeted = true;
       if (endpoint.waits) returning_[producer].greeted = true;
       return true;
     case HotType::kReady: {

@@ -208,8 +208,9 @@ struct Trainer::Impl final : TransportSink {
   Status last_loss;                                     // sender: of a worker
   std::map<std::uint32_t, Status> rank_losses;          // sender: the latest, by rank
   std::set<std::uint32_t> ready_workers;                // sender: InitDone OK and not lost since
-  // Sender: lost while no sync ran, and not back: no sync has failed for it yet.
-  std::set<std::uint32_t> workers_lost_between, ranks_lost_between;
+  // Sender, where a loss fails a sync: who was lost while none ran, and is not back. The next one fails for
+  // it.
+  std::set<Member> lost_between;
   std::unique_ptr<TrainerMachine> trainer;
   std::unique_ptr<SenderMachine> sync;  // sender
   std::uint64_t last_sync_id = 0;       // sender
@@ -226,7 +227,8 @@ struct Trainer::Impl final : TransportSink {
   std::set<std::uint32_t> joined_workers SHARDPULL_GUARDED_BY(mutex);  // sender
   std::optional<Status> table_status SHARDPULL_GUARDED_BY(mutex);
   std::map<std::uint32_t, InitDone> workers_done SHARDPULL_GUARDED_BY(mutex);
-  std::uint64_t times_joined SHARDPULL_GUARDED_BY(mutex) = 0;  // sender: workers became ready, ranks came back
+  std::uint64_t times_joined SHARDPULL_GUARDED_BY(mutex) =
+      0;  // sender: workers became ready, ranks came back
   std::optional<Status> init_failure
       SHARDPULL_GUARDED_BY(mutex);                             // sender: a member lost before init was over
   bool returned SHARDPULL_GUARDED_BY(mutex) = false;           // this rank, to a fleet that ran already
@@ -495,8 +497,9 @@ Status Trainer::Impl::check_return(std::uint32_t rank, const TrainerJoin& messag
   if (!sync->lost(rank)) return refuse(Reason::kWrongState, "it is in the fleet");
   const TrainerJoin& first = joins.at(rank);
   if (message.settings != first.settings) {
-    return refuse(Reason::kSettingMismatch, fmt::format("its settings are [{}], in its first life they were [{}]",
-                                                        to_text(message.settings), to_text(first.settings)));
+    return refuse(Reason::kSettingMismatch,
+                  fmt::format("its settings are [{}], in its first life they were [{}]",
+                              to_text(message.settings), to_text(first.settings)));
   }
   if (message.holding == first.holding) return {};
   const auto now = decode_holding(message.holding.data(), message.holding.size());
@@ -535,7 +538,7 @@ void Trainer::Impl::take_back(std::uint32_t rank, Incarnation life, const Traine
     answer.tables = encode_tables(*tables);
   }
   sync->take_back(rank);
-  ranks_lost_between.erase(rank);
+  lost_between.erase(member);
   // The rank hears first: whoever reserves there finds its producer started.
   send(member, std::move(answer));
   for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker)
@@ -648,7 +651,7 @@ void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitReques
 void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
   if (done.status.ok()) {
     ready_workers.insert(consumer);
-    workers_lost_between.erase(consumer);
+    lost_between.erase({Role::kWorker, consumer});
   }
   {
     MutexLock lock(mutex);
@@ -672,10 +675,10 @@ void Trainer::Impl::end(const Status& why) {
 
 void Trainer::Impl::on_lost(const Member& member, const Status& why) {
   const Status named = lost(member, why);
+  const bool between = options.on_consumer_loss == OnConsumerLoss::kFail && sync && !sync->running();
   if (member.role == Role::kWorker) {
     server->consumer_lost(member.id, named);
-    if (ready_workers.erase(member.id) != 0 && sync && !sync->running())
-      workers_lost_between.insert(member.id);
+    if (ready_workers.erase(member.id) != 0 && between) lost_between.insert(member);
     last_loss = named;
     if (sync)
       drive_sender(
@@ -683,7 +686,7 @@ void Trainer::Impl::on_lost(const Member& member, const Status& why) {
   } else {
     if (sync) {
       rank_losses[member.id] = named;
-      if (!sync->running()) ranks_lost_between.insert(member.id);
+      if (between) lost_between.insert(member);
       drive_sender(
           [&](std::int64_t now, SenderActions& out) { sync->rank_lost(now, member.id, named, out); });
     }
@@ -875,10 +878,11 @@ void Trainer::Impl::perform(const SenderAction& action) {
 
 std::vector<std::uint32_t> Trainer::Impl::whole_replicas() const {
   const std::uint32_t per_replica = options.num_consumers / options.num_replicas;
-  // Where a loss fails a sync, one between two syncs fails the next: it begins with whom it was to reach.
+  // A sync that is to fail for a loss begins with whom it was to reach.
   std::set<std::uint32_t> ready = ready_workers;
-  if (options.on_consumer_loss == OnConsumerLoss::kFail)
-    ready.insert(workers_lost_between.begin(), workers_lost_between.end());
+  for (const Member& member : lost_between) {
+    if (member.role == Role::kWorker) ready.insert(member.id);
+  }
   std::vector<std::uint32_t> whole;
   for (std::uint32_t first = 0; first < options.num_consumers; first += per_replica) {
     const auto from = ready.lower_bound(first), to = ready.lower_bound(first + per_replica);
@@ -916,18 +920,15 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
         missing = fmt::format("a whole replica of workers; missing: {}", missing);
         return;
       }
-      const bool fails = options.on_consumer_loss == OnConsumerLoss::kFail && !ranks_lost_between.empty();
+      const bool fails = std::any_of(lost_between.begin(), lost_between.end(),
+                                     [](const Member& member) { return member.role == Role::kTrainer; });
       if (const std::vector<std::uint32_t> ranks = sync->missed_ranks(); !ranks.empty() && !fails) {
-        missing.clear();
-        for (const std::uint32_t rank : ranks)
-          missing += fmt::format("{}trainer {}", missing.empty() ? "" : ", ", rank);
-        missing = fmt::format("{} to come back, of whose weights nobody else has all ({})", missing,
-                              rank_losses[ranks.back()].message());
+        missing = fmt::format("trainer {} to come back, of whose weights nobody else has all ({})",
+                              fmt::join(ranks, ", trainer "), rank_losses[ranks.back()].message());
         return;
       }
       begun = true;
-      workers_lost_between.clear();
-      ranks_lost_between.clear();
+      lost_between.clear();
       report = {};
       report.sync_id = ++last_sync_id;
       if (trace) trace->begin(report.sync_id);
@@ -961,8 +962,9 @@ Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
   if (next) {
     open = *std::exchange(next, std::nullopt);
   } else {
-    SHARDPULL_ASSIGN_OR_RETURN(
-        open, take_opened(limit_ms, [&] { return fmt::format("trainer 0 to open the sync of version {}", version); }));
+    SHARDPULL_ASSIGN_OR_RETURN(open, take_opened(limit_ms, [&] {
+                                 return fmt::format("trainer 0 to open the sync of version {}", version);
+                               }));
   }
   MutexLock lock(mutex);
   // A sync that failed before this rank came to it has been closed already; its verdict is kept.
@@ -977,7 +979,8 @@ Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
                              : closed->status;
 }
 
-Result<SyncOpen> Trainer::Impl::take_opened(std::uint64_t limit_ms, const std::function<std::string()>& what) {
+Result<SyncOpen> Trainer::Impl::take_opened(std::uint64_t limit_ms,
+                                            const std::function<std::string()>& what) {
   SHARDPULL_RETURN_IF_ERROR(
       wait_for([this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, limit_ms, what));
   MutexLock lock(mutex);
@@ -994,7 +997,8 @@ Result<NextSync> Trainer::Impl::next_sync() {
   }
   // No limit of its own: a training step takes as long as it takes, and the sender's loss ends the fleet.
   if (!next) {
-    SHARDPULL_ASSIGN_OR_RETURN(next, take_opened(kNoLimit, [] { return std::string("trainer 0 to open a sync"); }));
+    SHARDPULL_ASSIGN_OR_RETURN(next,
+                               take_opened(kNoLimit, [] { return std::string("trainer 0 to open a sync"); }));
   }
   NextSync out{next->version, {}};
   for (std::uint32_t name = 0; !next->names.empty() && name < rank.metadata.size(); ++name) {

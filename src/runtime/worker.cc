@@ -48,12 +48,13 @@ Status check_options(const WorkerOptions& options) {
 // A plan knows where each expert lies; nobody tells it when that changes.
 Status check_experts(const WorkerOptions& options) {
   if (options.enable_eplb == false) return {};
-  const std::string what =
-      options.enable_eplb ? "the engine moves experts at run time (enable_eplb), which is not supported"
-                          : "whether the engine moves experts at run time is not known (enable_eplb)";
+  const std::string what = options.enable_eplb
+                               ? "the engine moves experts at run time (enable_eplb), which is not supported"
+                               : "whether the engine moves experts at run time is not known (enable_eplb)";
   return Status(StatusCode::kUnimplemented,
-                what + ": the plan fixes the slot of each expert, and once they have moved a sync would load "
-                       "weights into the slots of others. Turn it off in the engine",
+                what +
+                    ": the plan fixes the slot of each expert, and once they have moved a sync would load "
+                    "weights into the slots of others. Turn it off in the engine",
                 {.reason = Reason::kBadArgument});
 }
 
@@ -583,8 +584,7 @@ void Worker::Impl::on_control(const Member& from, Incarnation life, ControlBody 
   } else if (engine == nullptr) {
     log_debug("{} from {} before this worker was ready: dropped", name_of(body), to_string(from));
   } else if (auto* message = std::get_if<StartUpdate>(&body)) {
-    deferred = std::move(*message);
-    try_start();
+    deferred = std::move(*message);  // after_event() starts it, or what holds it back does
   } else if (auto* message = std::get_if<Update>(&body)) {
     const Status status =
         message->sync_id == current_sync
