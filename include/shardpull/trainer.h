@@ -91,9 +91,9 @@ class SHARDPULL_API Trainer {
   // waits until every consumer has baked, planned and reserved. `source` must outlive the trainer. Errors
   // name the rank, name or worker.
   //
-  // Of a rank (not the sender) that was lost from a fleet that goes on, started again: it joins that one, and is in
-  // the next sync that the sender opens. Refused, naming both, when its settings, its metadata or what it holds are
-  // not those of its first life.
+  // Of a rank (not the sender) that was lost from a fleet that goes on, started again: it joins that one, and
+  // is in the next sync that the sender opens. Refused, naming both, when its settings, its metadata or what
+  // it holds are not those of its first life.
   Status init(WeightSource& source);
   // Whether init() has joined a fleet that ran already: the program is to follow its sender, by next_sync().
   bool returned() const;
@@ -104,13 +104,13 @@ class SHARDPULL_API Trainer {
 
   // One sync. On every rank with the same version. Returns when every live worker has committed, or with the
   // first error (after which the next call may succeed: nothing of a failed sync lingers). The sender assigns
-  // the sync id. It first waits, connect_timeout_ms at most, for a whole replica, and for lost ranks that held what
-  // nobody else does, to be there again.
+  // the sync id. It first waits, connect_timeout_ms at most, for a whole replica, and for lost ranks that
+  // held what nobody else does, to be there again.
   Result<SyncReport> send_weights(std::uint64_t version, const SendOptions& send = {});
 
-  // Not on the sender: waits for the sync that it opens next, which this rank's next send_weights is to be of. The
-  // source may be brought to that version meanwhile; the others wait. Called once before each send_weights, or not
-  // at all. The end of the fleet is an error: Reason::kShutdown after one in good order.
+  // Not on the sender: waits for the sync that it opens next, which this rank's next send_weights is to be
+  // of. The source may be brought to that version meanwhile; the others wait. Called once before each
+  // send_weights, or not at all. The end of the fleet is an error: Reason::kShutdown after one in good order.
   Result<NextSync> next_sync();
 
   // Sends to "worker N" or "trainer N".

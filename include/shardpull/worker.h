@@ -51,8 +51,8 @@ struct WorkerOptions {
   PathChoice path = PathChoice::kAuto;
   Apply apply = Apply::kInplace;
   // Whether the engine around the model moves or duplicates experts between slots at run time (vLLM's setting
-  // of this name). A plan fixes the slot of each expert, so that a sync would load weights into others: such a
-  // worker is refused. Null, where the engine's setting could not be read, is refused too.
+  // of this name). A plan fixes the slot of each expert, so that a sync would load weights into others: such
+  // a worker is refused. Null, where the engine's setting could not be read, is refused too.
   std::optional<bool> enable_eplb = false;
   BakeOptions bake = {};
   // A bake made before (read_recording, shardpull/recording.h): the model's loaders are not run. Its modules
@@ -70,8 +70,8 @@ class SHARDPULL_API Worker {
 
   // Joins the fleet, bakes `model` (which must outlive the worker and be materialised before the first sync;
   // it is materialised here if it is not), plans, reserves at every producer it pulls from. Blocks until
-  // done, bounded by connect_timeout_ms without news. What is refused here ends the sender's init as well, with
-  // the same reason.
+  // done, bounded by connect_timeout_ms without news. What is refused here ends the sender's init as well,
+  // with the same reason.
   static Result<std::unique_ptr<Worker>> connect(const WorkerOptions& options, Model& model);
   ~Worker();  // shutdown()
   Worker(const Worker&) = delete;

@@ -33,7 +33,7 @@ struct TrainerTable {
 struct TrainerReturned {
   std::uint32_t rank = 0;
   Incarnation incarnation = 0;
-  std::string producer_address;      // hot channel
+  std::string producer_address;     // hot channel
   std::uint64_t without_until = 0;  // the last sync that has begun without it; 0: none
 };
 
@@ -127,8 +127,8 @@ struct FreeAck {
   std::uint64_t sync_id = 0;
   std::vector<std::uint32_t> groups;
 };
-// worker -> trainer R, where its connection broke: it reads nothing there any more and pulls nothing more in this
-// sync. Sharers of its slots do not wait for it.
+// worker -> trainer R, where its connection broke: it reads nothing there any more and pulls nothing more in
+// this sync. Sharers of its slots do not wait for it.
 struct LeaveLanes {
   std::uint64_t sync_id = 0;
 };
@@ -170,11 +170,11 @@ struct UserMessage {
   std::string body;
 };
 
-using ControlBody = std::variant<TrainerJoin, TrainerTable, InitRequest, InitPayload, InitDone, Reserve,
-                                 ReserveReply, SyncOpen, StartUpdate, UpdateStarted, Update, Prepared, Finish,
-                                 Finished, FreeGroups, FreeAck, RankEnded, SyncClosed, SyncFailed, Shutdown,
-                                 UserMessage, SyncBegan, TimelineReport, MateListens, LeaveLanes,
-                                 TrainerReturned>;
+using ControlBody =
+    std::variant<TrainerJoin, TrainerTable, InitRequest, InitPayload, InitDone, Reserve, ReserveReply,
+                 SyncOpen, StartUpdate, UpdateStarted, Update, Prepared, Finish, Finished, FreeGroups,
+                 FreeAck, RankEnded, SyncClosed, SyncFailed, Shutdown, UserMessage, SyncBegan, TimelineReport,
+                 MateListens, LeaveLanes, TrainerReturned>;
 std::string_view name_of(const ControlBody& body);  // "Reserve"
 
 }  // namespace shardpull

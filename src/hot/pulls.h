@@ -13,7 +13,8 @@ PullId pull_of(const HotHeader& header);
 // The header of a Pull, Ready or Fail about `pull`. Token and incarnation are left 0 for whoever sends it.
 HotHeader header_of(HotType type, const PullId& pull);
 
-// A Ready as the consumer's machine takes it. `path` is the plan's for the chunk: the wire does not repeat it.
+// A Ready as the consumer's machine takes it. `path` is the plan's for the chunk: the wire does not repeat
+// it.
 ReadyInfo ready_info(ReadyPayload payload, Path path);
 
 }  // namespace shardpull

@@ -110,9 +110,10 @@ CommitMachine::~CommitMachine() = default;
 Status CommitMachine::start(std::uint64_t sync_id) {
   State& s = *state_;
   if (s.stage == State::Stage::kDeciding) {
-    return Status(StatusCode::kFailedPrecondition,
-                  fmt::format("{}: sync {} while it asks its mates how sync {} ended", s.me(), sync_id, s.sync_id),
-                  s.why.info());
+    return Status(
+        StatusCode::kFailedPrecondition,
+        fmt::format("{}: sync {} while it asks its mates how sync {} ended", s.me(), sync_id, s.sync_id),
+        s.why.info());
   }
   if (sync_id <= s.fenced_through) {
     return peer_error(StatusCode::kFailedPrecondition, worker_name(s.fenced_by),
@@ -151,9 +152,10 @@ Status CommitMachine::finish(std::uint64_t sync_id, CommitActions& out) {
     case State::Stage::kCommitted:
       return {};
     case State::Stage::kDeciding:
-      return Status(StatusCode::kFailedPrecondition,
-                    fmt::format("{}: sync {} is being decided by its mates: {}", s.me(), sync_id, s.why.message()),
-                    s.why.info());
+      return Status(
+          StatusCode::kFailedPrecondition,
+          fmt::format("{}: sync {} is being decided by its mates: {}", s.me(), sync_id, s.why.message()),
+          s.why.info());
     case State::Stage::kAborted:
       return s.why;
     case State::Stage::kNone:

@@ -80,9 +80,9 @@ class CommitMachine {
   // The sender's Finish has arrived: Commit, unless the sync is committed already. An error when it is not
   // prepared, fenced or aborted: the sender is to be told.
   Status finish(std::uint64_t sync_id, CommitActions& out);
-  // Whether the sender's word that the sync has failed is for ConsumerMachine::fail: not while mates are asked.
-  // A worker that had failed then could not commit what one of them turns out to have committed; Commit or
-  // Abort ends the sync.
+  // Whether the sender's word that the sync has failed is for ConsumerMachine::fail: not while mates are
+  // asked. A worker that had failed then could not commit what one of them turns out to have committed;
+  // Commit or Abort ends the sync.
   bool heeds_failure(std::uint64_t sync_id) const;
   // The sender is gone. Commit or Abort follows, at once or when mates have answered; neither when no sync is
   // under way or its commit is.

@@ -224,8 +224,8 @@ TEST(Commit, AQuestionOfALaterRoundWaitsForIt) {
 }
 
 // A failure found here while mates are being asked does not decide for them.
-// Of three mates one has lost the sender and asks; worker 0, which still hears it, is told that the sync failed
-// for the loss, then that worker 2 has committed.
+// Of three mates one has lost the sender and asks; worker 0, which still hears it, is told that the sync
+// failed for the loss, then that worker 2 has committed.
 TEST(Commit, AFailureFromTheSenderIsNotHeededWhileMatesDecide) {
   Bench b({1, 2});
   b.prepare(1);

@@ -119,9 +119,10 @@ struct LeaveLanes {
   std::uint32_t producer = 0;
   std::uint64_t sync_id = 0;
 };
-// update() is over: prepared (every chunk landed and scattered, hooks ended, signals confirmed: in place nothing
-// is left that could fail), or the first error (nothing is in flight any more). At most once prepared and once failed
-// per sync: the error also follows when the sync fails before update() or after it was prepared.
+// update() is over: prepared (every chunk landed and scattered, hooks ended, signals confirmed: in place
+// nothing is left that could fail), or the first error (nothing is in flight any more). At most once prepared
+// and once failed per sync: the error also follows when the sync fails before update() or after it was
+// prepared.
 struct UpdateDone {
   std::uint64_t sync_id = 0;
   Status status;
@@ -139,11 +140,10 @@ struct ReportFailure {
 }  // namespace consumer_action
 
 using ConsumerAction =
-    std::variant<consumer_action::SendPull, consumer_action::AnnounceRecovery,
-                 consumer_action::StartTransfer, consumer_action::StartScatter,
-                 consumer_action::StartCopy, consumer_action::StartPost, consumer_action::StartCommit,
-                 consumer_action::SendSignals, consumer_action::LeaveLanes, consumer_action::UpdateDone, consumer_action::FinishDone,
-                 consumer_action::ReportFailure>;
+    std::variant<consumer_action::SendPull, consumer_action::AnnounceRecovery, consumer_action::StartTransfer,
+                 consumer_action::StartScatter, consumer_action::StartCopy, consumer_action::StartPost,
+                 consumer_action::StartCommit, consumer_action::SendSignals, consumer_action::LeaveLanes,
+                 consumer_action::UpdateDone, consumer_action::FinishDone, consumer_action::ReportFailure>;
 using ConsumerActions = std::vector<ConsumerAction>;
 
 class ConsumerMachine {
@@ -186,14 +186,14 @@ class ConsumerMachine {
   // waited for. Where no candidate is left the update fails with `why`.
   void producer_lost(std::int64_t now_ns, std::uint32_t producer, const Status& why, ConsumerActions& out);
   // The connection to a producer broke, and whether it lives is not known: pulls as above. Its confirmations
-  // stay due; signals without one are sent again, by another way. Its lanes there are left (LeaveLanes), in later
-  // syncs too, as nobody else that shares them could go on. Until producer_reachable().
+  // stay due; signals without one are sent again, by another way. Its lanes there are left (LeaveLanes), in
+  // later syncs too, as nobody else that shares them could go on. Until producer_reachable().
   void producer_unreachable(std::int64_t now_ns, std::uint32_t producer, const Status& why,
                             ConsumerActions& out);
   // There is a connection again. Between syncs only: no effect in one, or on a producer that is lost.
   void producer_reachable(std::uint32_t producer);
-  // A lost producer has a successor, at which this worker's pulls are announced: it serves as planned from the next
-  // start_update on. Between syncs only: no effect in one.
+  // A lost producer has a successor, at which this worker's pulls are announced: it serves as planned from
+  // the next start_update on. Between syncs only: no effect in one.
   void producer_returned(std::uint32_t producer);
   // The answer to AnnounceRecovery. On an error the producer is no candidate in this sync.
   void recovery_reserved(std::int64_t now_ns, std::uint32_t producer, const Status& status,

@@ -771,8 +771,8 @@ struct ProducerMachine::State {
     stop_reading_all(consumer);
   }
 
-  // What is kept of the consumer for a sync that has not begun here: of the newest only. Null: the sync is not
-  // that.
+  // What is kept of the consumer for a sync that has not begun here: of the newest only. Null: the sync is
+  // not that.
   Early* early_of(std::uint32_t consumer, std::uint64_t sync) {
     Early& early = consumers[consumer].early;
     if (sync <= sync_id || sync < early.sync_id) {
@@ -1343,7 +1343,8 @@ void ProducerMachine::pull(std::int64_t now_ns, std::uint64_t incarnation, const
               fmt::format("consumer {} is not within 0..{}", pull.consumer, s.tables.num_consumers - 1));
   }
   Consumer& consumer = s.consumers[pull.consumer];
-  if (consumer.incarnation != 0 && incarnation != consumer.incarnation && !SHARDPULL_PLANT("any-life-will-do")) {
+  if (consumer.incarnation != 0 && incarnation != consumer.incarnation &&
+      !SHARDPULL_PLANT("any-life-will-do")) {
     ++s.drops.stale_incarnation;
     return no(StatusCode::kUnauthenticated,
               fmt::format("a pull of another life of {} ({:016x}, not {:016x})", worker_name(pull.consumer),

@@ -74,8 +74,8 @@ struct FailReply {
   PullId pull;
   Status status;
 };
-// The way that the signal came: on the hot endpoint, or by control. A worker that signals by control has none,
-// even where its end here is not known to be broken yet.
+// The way that the signal came: on the hot endpoint, or by control. A worker that signals by control has
+// none, even where its end here is not known to be broken yet.
 struct SignalAck {
   std::uint64_t incarnation = 0;
   std::uint32_t consumer = 0;
@@ -165,9 +165,9 @@ class ProducerMachine {
   // they only say that the consumer has stopped reading. `by_control`: how they came, for the SignalAck.
   void signal(std::int64_t now_ns, std::uint64_t incarnation, std::uint64_t sync_id, std::uint32_t consumer,
               const std::vector<std::uint32_t>& groups, ProducerActions& out, bool by_control = false);
-  // The consumer lives, cannot reach this rank, and reads nothing here any more: in this sync nobody waits for its
-  // pulls, and what it has asked for is dropped. It stays in the barrier, with signals that come by another way. For
-  // a sync not begun here it takes effect at its begin_sync; repeats have no effect.
+  // The consumer lives, cannot reach this rank, and reads nothing here any more: in this sync nobody waits
+  // for its pulls, and what it has asked for is dropped. It stays in the barrier, with signals that come by
+  // another way. For a sync not begun here it takes effect at its begin_sync; repeats have no effect.
   void leave_lanes(std::int64_t now_ns, std::uint64_t incarnation, std::uint64_t sync_id,
                    std::uint32_t consumer, ProducerActions& out);
   // The consumer's process is gone: its replica leaves the barrier and the sharing groups of the running

@@ -625,8 +625,8 @@ TEST(ProducerLanes, APackUnderWayIsForThoseThatAreLeft) {
   EXPECT_EQ(b.count<SyncEnded>(), 1u);
 }
 
-// The hot endpoint of a worker that signals by control may not be known to be broken here: what is sent over it is
-// lost.
+// The hot endpoint of a worker that signals by control may not be known to be broken here: what is sent over
+// it is lost.
 TEST(ProducerLanes, AConfirmationGoesBackTheWayItsSignalCame) {
   ProducerBench b({.groups = 2});
   b.reserve_all();

@@ -517,8 +517,8 @@ TEST(SenderLoss, TheSyncGoesOnWithoutTheReplicaAndNamesTheLost) {
   EXPECT_THAT(b.done().dropped_consumers, ElementsAre(3u));
 }
 
-// A worker whose link has broken asks its mates how the sync ended, perhaps before its loss is known here: that they
-// leave the sync with it is no failure of the others'.
+// A worker whose link has broken asks its mates how the sync ended, perhaps before its loss is known here:
+// that they leave the sync with it is no failure of the others'.
 TEST(SenderLoss, AMateThatLeavesWithOneThatHasLostTheSenderReportsALoss) {
   const Status asked(StatusCode::kUnavailable, "worker 2 has lost trainer 0 and asks how sync 1 ended",
                      {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = "worker 2"});

@@ -81,14 +81,15 @@ class ConsumerEngine {
   Status finish_update(std::uint64_t sync_id);
   void fail(std::uint64_t sync_id, const Status& why);
   void producer_lost(std::uint32_t rank, const Status& why);
-  // A lost producer has a successor, which is in the syncs after `without_until`. Connects to it and announces
-  // this worker's pulls there, beside a sync that runs; `limit_ns`: for how long both may take together.
+  // A lost producer has a successor, which is in the syncs after `without_until`. Connects to it and
+  // announces this worker's pulls there, beside a sync that runs; `limit_ns`: for how long both may take
+  // together.
   void producer_returned(std::uint32_t rank, std::string address, std::uint64_t without_until,
                          std::int64_t limit_ns);
   // The answer to hooks.announce. False: nothing was announced there.
   bool reserved(std::uint32_t rank, const Status& status);
-  // Whether all that have returned are connected and reserved at, or have failed to be: a sync is to be started
-  // then. Those that failed for an earlier sync are tried once more.
+  // Whether all that have returned are connected and reserved at, or have failed to be: a sync is to be
+  // started then. Those that failed for an earlier sync are tried once more.
   bool ready_for(std::uint64_t sync_id);
   void recovery_reserved(std::uint32_t rank, const Status& status);
   void signals_acked(std::uint32_t producer, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups);
@@ -300,7 +301,7 @@ class ConsumerEngine {
   std::map<EndpointId, Endpoint> endpoints_;
   std::set<std::uint32_t> lost_;    // producers whose process is gone
   std::set<std::uint32_t> broken_;  // others whose endpoint broke
-  std::vector<std::string> addresses_;  // hot, by producer
+  std::vector<std::string> addresses_;            // hot, by producer
   std::map<std::uint32_t, Returning> returning_;  // by producer
   Status connect_error_;
   std::unordered_map<ReadToken, Transfer> transfers_;

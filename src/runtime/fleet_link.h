@@ -67,8 +67,9 @@ class MessageQueue {
   void push(FleetMessage message);
   // pop() reports `why` once, in its turn among the messages.
   void push_error(const Status& why);
-  // A member that was lost is in a sync again: what push_error() said of its earlier life, and nobody has read, is
-  // no news any more. Not before that: whoever waits for a message of that life is to hear that none comes.
+  // A member that was lost is in a sync again: what push_error() said of its earlier life, and nobody has
+  // read, is no news any more. Not before that: whoever waits for a message of that life is to hear that none
+  // comes.
   void forget_errors_of(const std::string& peer);
   // From now on pop() reports `why` once the queue is empty. The first reason is kept.
   void close(const Status& why);

@@ -288,25 +288,27 @@ class Pair {
         [](const Status&) {}, kNanosPerSecond, SystemClock::instance());
     server_ = std::make_unique<ProducerServer>(
         *trainer_, 0, kToken, 1,
-        ProducerHooks{.reserve_reply = [this](std::uint32_t, LaneKind, const Status& status) { reserved_.put(status); },
-                      .ack_by_control =
-                          [this](std::uint32_t, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
-                            worker_->post([this, sync_id, groups] { engine_->signals_acked(0, sync_id, groups); });
-                          },
-                      .group_freed = [](std::uint32_t) {},
-                      .sync_ended = [] {},
-                      .sync_failed = [](std::uint64_t, const Status&) {},
-                      .sync_quiet = [this] { quiet_.put(true); }});
+        ProducerHooks{
+            .reserve_reply = [this](std::uint32_t, LaneKind, const Status& status) { reserved_.put(status); },
+            .ack_by_control =
+                [this](std::uint32_t, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
+                  worker_->post([this, sync_id, groups] { engine_->signals_acked(0, sync_id, groups); });
+                },
+            .group_freed = [](std::uint32_t) {},
+            .sync_ended = [] {},
+            .sync_failed = [](std::uint64_t, const Status&) {},
+            .sync_quiet = [this] { quiet_.put(true); }});
     engine_ = std::make_unique<ConsumerEngine>(
         *worker_, model_, recording_, tables_, plan_, kToken, 2, kStallNs, kStallNs,
-        ConsumerHooks{.signal_by_control =
-                          [this](std::uint32_t, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
-                            trainer_->post([this, sync_id, groups] { server_->signal(0, 2, sync_id, groups); });
-                          },
-                      .leave_lanes = [](std::uint32_t, std::uint64_t) {},
-                      .update_done = [this](std::uint64_t, const Status& status) { updated_.put(status); },
-                      .finish_done = [this](std::uint64_t, const Status& status) { finished_.put(status); },
-                      .report_failure = [](std::uint64_t, const Status&) {}},
+        ConsumerHooks{
+            .signal_by_control =
+                [this](std::uint32_t, std::uint64_t sync_id, const std::vector<std::uint32_t>& groups) {
+                  trainer_->post([this, sync_id, groups] { server_->signal(0, 2, sync_id, groups); });
+                },
+            .leave_lanes = [](std::uint32_t, std::uint64_t) {},
+            .update_done = [this](std::uint64_t, const Status& status) { updated_.put(status); },
+            .finish_done = [this](std::uint64_t, const Status& status) { finished_.put(status); },
+            .report_failure = [](std::uint64_t, const Status&) {}},
         nullptr, apply);
     EXPECT_EQ(engine_->prepare(), Status());
     at_trainer_.server = server_.get();
@@ -347,8 +349,8 @@ class Pair {
   void hollow(bool hollow) { damage_.hollow = hollow; }
   // Whether free signals fail to be sent from now on.
   void mute(bool mute) { damage_.mute = mute; }
-  // What the control channel says of a sync that failed: true once the producer's memory is not read any more.
-  // Its clock never ticks here, so that no time limit makes it so.
+  // What the control channel says of a sync that failed: true once the producer's memory is not read any
+  // more. Its clock never ticks here, so that no time limit makes it so.
   bool quiet_after(std::uint64_t id, const Status& why) {
     trainer_->run([&] {
       quiet_.forget();  // of the sync before, which this one superseded
@@ -591,8 +593,8 @@ TEST(IntegrityOverATransport, case_098_reads_that_bring_nothing) {
   }
 }
 
-// Signals that cannot be sent to a producer that lives go by control: it does not wait, until a time limit ends
-// that, for readers that read no more.
+// Signals that cannot be sent to a producer that lives go by control: it does not wait, until a time limit
+// ends that, for readers that read no more.
 TEST(SignalsOverATransport, GoByControlWhereTheyCannotBeSent) {
   for (const Way& way : kWays) {
     SCOPED_TRACE(to_string(way.path));

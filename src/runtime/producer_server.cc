@@ -269,7 +269,8 @@ void ProducerServer::on_message(EndpointId id, const HotHeader& header, const st
 }
 
 void ProducerServer::on_closed(EndpointId endpoint, const Status&) {
-  // Whether the worker is lost, or has left its lanes, is for the control channel to say: it may read here still.
+  // Whether the worker is lost, or has left its lanes, is for the control channel to say: it may read here
+  // still.
   endpoints_.erase(endpoint);
 }
 
@@ -485,8 +486,7 @@ void ProducerServer::perform(producer_action::FailReply& action) {
 }
 
 void ProducerServer::perform(producer_action::SignalAck& action) {
-  const EndpointId endpoint =
-      action.by_control ? 0 : endpoint_of(action.consumer, action.incarnation);
+  const EndpointId endpoint = action.by_control ? 0 : endpoint_of(action.consumer, action.incarnation);
   if (endpoint == 0) {
     hooks_.ack_by_control(action.consumer, action.sync_id, action.groups);
     return;

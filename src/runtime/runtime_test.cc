@@ -453,8 +453,8 @@ TEST(Runtime, a_worker_with_another_ring_depth_is_refused_naming_both) {
   EXPECT_NE(fleet.inits[0].message().find("worker 1"), std::string::npos) << fleet.inits[0].to_string();
 }
 
-// Goal: an engine that moves experts between slots at run time is refused before it bakes, for whatever reason it
-// may not be said not to, and the sender hears why.
+// Goal: an engine that moves experts between slots at run time is refused before it bakes, for whatever
+// reason it may not be said not to, and the sender hears why.
 TEST(Runtime, case_040_a_worker_whose_engine_moves_experts_is_refused_at_init) {
   for (const std::optional<bool> enable_eplb : {std::optional(true), std::optional<bool>()}) {
     SCOPED_TRACE(enable_eplb ? "on" : "unknown");
@@ -467,7 +467,8 @@ TEST(Runtime, case_040_a_worker_whose_engine_moves_experts_is_refused_at_init) {
     for (const Status& status : {fleet.connects[1], fleet.inits[0]}) {
       EXPECT_NE(status.message().find("the engine moves experts at run time"), std::string::npos)
           << status.to_string();
-      EXPECT_EQ(status.message().find("is not known (enable_eplb)") == std::string::npos, enable_eplb.has_value());
+      EXPECT_EQ(status.message().find("is not known (enable_eplb)") == std::string::npos,
+                enable_eplb.has_value());
     }
   }
 }

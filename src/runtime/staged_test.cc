@@ -163,8 +163,8 @@ TEST(Staged, HooksReadTheNewBytesInTheParameters) {
   }
 }
 
-// The worker whose hook fails is mixed. In place its mate does not commit without it; staged, where hooks are the
-// commit's, it has the new version. Both get the old one when that is sent again.
+// The worker whose hook fails is mixed. In place its mate does not commit without it; staged, where hooks are
+// the commit's, it has the new version. Both get the old one when that is sent again.
 TEST(Staged, AHookThatFailsLeavesNothingCurrentUntilALaterSync) {
   for (const Apply apply : {Apply::kInplace, Apply::kStaged}) {
     SCOPED_TRACE(to_string(apply));

@@ -145,7 +145,9 @@ void Fleet::restart_rank(std::uint32_t rank) {
 // Between syncs: ranks that are gone come back, or not yet.
 bool Fleet::heal_ranks(bool everybody) {
   const auto was_hit = [&](std::uint32_t r) { return rank_hit_[r] == rank_lives_[r]; };
-  const auto joined = [&](std::uint32_t r) { return trainers_[0]->in_fleet(r) == trainers_[r]->incarnation(); };
+  const auto joined = [&](std::uint32_t r) {
+    return trainers_[0]->in_fleet(r) == trainers_[r]->incarnation();
+  };
   for (std::uint32_t r = 1; r < trainers_.size(); ++r) {
     if (was_hit(r) && (everybody || random_.chance(0.5))) restart_rank(r);
   }
@@ -173,7 +175,8 @@ bool Fleet::heal(bool everybody) {
   if (everybody) {  // those that were declared dead find it out
     const bool found = wait_for(
         [&] {
-          return this->over() || std::all_of(struck_.workers.begin(), struck_.workers.end(),
+          return this->over() ||
+                 std::all_of(struck_.workers.begin(), struck_.workers.end(),
                              [&](std::uint32_t c) { return !was_hit(c) || workers_[c]->broken(); });
         },
         "the end of workers that were declared dead");
@@ -196,8 +199,9 @@ bool Fleet::heal(bool everybody) {
     for (std::uint32_t c = 0; everybody && c < all; ++c) {
       if (workers_[c]->broken()) restart(c);
     }
-    if (everybody && !wait_for([&] { return over() || (settled() && trainers_[0]->whole_replicas(all).size() == all); },
-                               "everybody to join again"))
+    if (everybody &&
+        !wait_for([&] { return over() || (settled() && trainers_[0]->whole_replicas(all).size() == all); },
+                  "everybody to join again"))
       return false;
   }
   for (std::uint32_t c = 0; c < all; ++c) {
@@ -219,7 +223,8 @@ void Fleet::note_before() {
   before_.clear();
   for (std::uint32_t c = 0; c < workers_.size(); ++c) {
     const ConsumerMachine& machine = workers_[c]->machine();
-    const bool busy = machine.state() == WorkerState::kUpdating || machine.state() == WorkerState::kPrepared ||
+    const bool busy = machine.state() == WorkerState::kUpdating ||
+                      machine.state() == WorkerState::kPrepared ||
                       machine.state() == WorkerState::kCommitting || machine.in_flight();
     before_.push_back({lives_[c], machine.modules(), busy, workers_[c]->sync_version()});
   }
@@ -235,7 +240,8 @@ void Fleet::call(std::uint32_t rank, std::uint64_t sync_id, std::uint64_t versio
   trainer.send_weights(sync_id, version, allowed, names);
   if (rank != 0 || !trainer.outcome() || !trainer.outcome()->live.empty()) return;
   for (std::uint32_t r = 1; r < trainers_.size(); ++r) {  // there is no sync: the program on top says so
-    if (!trainers_[r]->down() && !trainers_[r]->follows()) trainers_[r]->withdraw(sync_id, trainer.outcome()->status);
+    if (!trainers_[r]->down() && !trainers_[r]->follows())
+      trainers_[r]->withdraw(sync_id, trainer.outcome()->status);
     called_[r] = true;
   }
 }
@@ -246,13 +252,14 @@ bool Fleet::absent(std::uint32_t rank) const {
   if (!trainer.follows() || trainer.in_sync() || trainer.returned_of() == sync_id_) return false;
   if (trainer.ended()) return true;
   const auto& outcome = trainers_[0]->outcome();
-  return outcome && (outcome->live.empty() || std::binary_search(outcome->lost_ranks.begin(),
-                                                                outcome->lost_ranks.end(), rank));
+  return outcome && (outcome->live.empty() ||
+                     std::binary_search(outcome->lost_ranks.begin(), outcome->lost_ranks.end(), rank));
 }
 
 bool Fleet::sync_is_over() const {
   for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
-    if (!called_[r] || (!trainers_[r]->down() && !absent(r) && trainers_[r]->returned_of() != sync_id_)) return false;
+    if (!called_[r] || (!trainers_[r]->down() && !absent(r) && trainers_[r]->returned_of() != sync_id_))
+      return false;
   }
   if (!over()) return trainers_[0]->outcome().has_value();
   return std::all_of(workers_.begin(), workers_.end(), [](const auto& worker) { return worker->down(); });
@@ -462,7 +469,8 @@ void Fleet::check_success(std::uint64_t version, const SyncOutcome& outcome, con
 // Mates never end with different versions. One that has died has no say: nobody reads what it holds.
 void Fleet::check_commits() {
   const std::uint32_t replica = model_.tables->num_consumers / model_.tables->num_replicas;
-  std::map<std::pair<std::uint32_t, std::uint64_t>, std::pair<std::uint32_t, bool>> first;  // by replica and sync
+  std::map<std::pair<std::uint32_t, std::uint64_t>, std::pair<std::uint32_t, bool>>
+      first;  // by replica and sync
   for (const auto* list : {&workers_, &dead_}) {
     for (const auto& worker : *list) {
       if (worker->crashed()) continue;

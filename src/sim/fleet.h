@@ -40,7 +40,7 @@ class Fleet {
   struct Before {
     std::int64_t life = 0;
     std::vector<ModuleState> modules;
-    bool busy = false;  // still ending an earlier sync, whose outcome does not depend on it
+    bool busy = false;          // still ending an earlier sync, whose outcome does not depend on it
     std::uint64_t version = 0;  // of that
   };
 

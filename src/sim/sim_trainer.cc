@@ -491,8 +491,7 @@ void SimTrainer::perform(const producer_action::FailReply& action) {
   reply(HotType::kFail, action.incarnation, action.pull, encode(action.status));
 }
 void SimTrainer::perform(const producer_action::SignalAck& action) {
-  const EndpointId endpoint =
-      action.by_control ? 0 : endpoint_of(action.consumer, action.incarnation);
+  const EndpointId endpoint = action.by_control ? 0 : endpoint_of(action.consumer, action.incarnation);
   if (endpoint == 0) {
     const FreeAck ack{action.sync_id, action.groups};
     world_.maybe_again([this, to = action.consumer, ack] {
@@ -595,7 +594,7 @@ void SimTrainer::perform(const sender_action::CloseSync& action) {
 }
 void SimTrainer::perform(const sender_action::SyncDone& action) {
   world_.trace("sync_done", action.sync_id, action.status.ok());
-  outcome_ = SyncOutcome{action.status,      sent_.live, action.lost_consumers, action.dropped_consumers,
+  outcome_ = SyncOutcome{action.status,     sent_.live, action.lost_consumers, action.dropped_consumers,
                          action.lost_ranks, committing_};
 }
 
@@ -697,7 +696,8 @@ void SimTrainer::on_control(const Member& from, Incarnation incarnation, Control
     take_back(from.id, incarnation);
   } else if (std::holds_alternative<InitRequest>(body)) {
     InitPayload payload;
-    for (std::uint32_t rank = 0; rank < model_.options.trainers; ++rank) payload.trainers.push_back(in_fleet(rank));
+    for (std::uint32_t rank = 0; rank < model_.options.trainers; ++rank)
+      payload.trainers.push_back(in_fleet(rank));
     send(from, std::move(payload));
   } else if (auto* joined = std::get_if<InitDone>(&body)) {
     if (joined->status.ok()) ready_[from.id] = incarnation;

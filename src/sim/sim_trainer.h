@@ -80,7 +80,8 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
  public:
   // `life` counts the processes that were this rank. A later one joins the fleet that goes on, by itself, and
   // follows its sender from then on: it is in every sync that is opened for it, without send_weights().
-  SimTrainer(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t rank, std::uint32_t life);
+  SimTrainer(World& world, const SimModel& model, SlotReaders& readers, std::uint32_t rank,
+             std::uint32_t life);
 
   Incarnation incarnation() const { return 1 + rank_ + 100 * std::uint64_t{own_life_}; }
   bool follows() const { return own_life_ != 0; }
@@ -110,7 +111,9 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
   void crash();
 
   const ProducerMachine& producer() const { return *producer_; }
-  std::uint64_t stale_lives() const { return stale_lives_; }  // messages of workers that had another life by then
+  std::uint64_t stale_lives() const {
+    return stale_lives_;
+  }  // messages of workers that had another life by then
   const TrainerMachine& trainer() const { return trainer_; }
 
  private:

@@ -63,7 +63,8 @@ SimWorker::SimWorker(World& world, const SimModel& model, SlotReaders& readers, 
   world.add_transport(*transport_, *this);
   for (const std::uint32_t mate : commit_config(model, consumer).mates) mates_[mate];
   if (mates_.empty()) return;
-  if (const auto address = transport_->listen(); !address.ok()) world.broken("{}", address.status().to_string());
+  if (const auto address = transport_->listen(); !address.ok())
+    world.broken("{}", address.status().to_string());
 }
 
 void SimWorker::start() {
@@ -190,8 +191,8 @@ void SimWorker::take_in(std::uint64_t sync_id) {
     machine_.producer_returned(producer);
     if (returning.failed) {
       drive([&](std::int64_t now, ConsumerActions& out) {
-        machine_.producer_unreachable(
-            now, producer, Status(StatusCode::kUnavailable, "it could not be reserved at"), out);
+        machine_.producer_unreachable(now, producer,
+                                      Status(StatusCode::kUnavailable, "it could not be reserved at"), out);
       });
       ++it;
       continue;
@@ -204,7 +205,8 @@ void SimWorker::take_in(std::uint64_t sync_id) {
 }
 
 void SimWorker::try_start() {
-  if (!deferred_ || machine_.state() == WorkerState::kUpdating || machine_.state() == WorkerState::kCommitting)
+  if (!deferred_ || machine_.state() == WorkerState::kUpdating ||
+      machine_.state() == WorkerState::kCommitting)
     return;
   const std::uint64_t sync_id = deferred_->sync_id;
   for (auto& [producer, returning] : returning_) {
@@ -704,8 +706,8 @@ void SimWorker::perform(const commit_action::AnswerMate& action) {
   for (const auto& [endpoint, mate] : from_mates_) {
     if (mate != action.mate) continue;
     (void)transport_
-        ->send(endpoint, to_mate(HotType::kOutcome, action.sync_id, action.mate, action.round), payload.data(),
-               payload.size())
+        ->send(endpoint, to_mate(HotType::kOutcome, action.sync_id, action.mate, action.round),
+               payload.data(), payload.size())
         .ok();
   }
 }
@@ -715,7 +717,9 @@ void SimWorker::perform(const commit_action::Commit& action) {
   decided_[action.sync_id] = true;
   if (!told_by_sender_) ++mates_committed_;
   Status status;
-  drive([&](std::int64_t now, ConsumerActions& out) { status = machine_.finish_update(now, action.sync_id, out); });
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    status = machine_.finish_update(now, action.sync_id, out);
+  });
   if (!status.ok()) send(kSender, Finished{action.sync_id, status});
 }
 

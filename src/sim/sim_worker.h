@@ -1,5 +1,5 @@
-// One simulated inference worker: drives a ConsumerMachine and a CommitMachine over the world's networks and its own
-// parameters, and checks the bytes it ends with.
+// One simulated inference worker: drives a ConsumerMachine and a CommitMachine over the world's networks and
+// its own parameters, and checks the bytes it ends with.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,8 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   void crash();
 
   const ConsumerMachine& machine() const { return machine_; }
-  // How each sync ended for it, by sync: true where it was told to commit, by the sender or a mate. Without those that
-  // were not decided.
+  // How each sync ended for it, by sync: true where it was told to commit, by the sender or a mate. Without
+  // those that were not decided.
   const std::map<std::uint64_t, bool>& decided() const { return decided_; }
   bool crashed() const { return crashed_; }
   std::uint64_t mates_asked() const { return mates_asked_; }
@@ -177,13 +177,15 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   CommitMachine commit_;
   std::map<std::uint64_t, bool> decided_;
   std::uint64_t version_ = 0;
-  std::optional<StartUpdate> deferred_;  // until the sync before has drained here, and those that come back are there
+  std::optional<StartUpdate>
+      deferred_;  // until the sync before has drained here, and those that come back are there
   bool crashed_ = false;
   bool told_by_sender_ = false;  // its Finish is being obeyed
   std::uint64_t mates_asked_ = 0;
   std::uint32_t mates_committed_ = 0;
   std::map<std::uint32_t, Mate> mates_;
-  std::map<EndpointId, std::uint32_t> to_mates_, from_mates_;  // accepted: its own number until it has said who it is
+  std::map<EndpointId, std::uint32_t> to_mates_,
+      from_mates_;  // accepted: its own number until it has said who it is
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Control> control_;
   bool joined_ = false, ended_ = false;

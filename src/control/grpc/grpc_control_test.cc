@@ -415,7 +415,8 @@ TEST(GrpcControl, EndsLinksThatSendNonsense) {
   const auto ends_after_hello = [&](const v1::Frame& frame) {
     RawLink link(directory);
     link.stream->Write(link.hello(kWorker1, 10 + lives));
-    v1::Frame welcome;  // only whoever was let in is lost: gRPC itself ends the call for a frame too large, hello or not
+    v1::Frame welcome;  // only whoever was let in is lost: gRPC itself ends the call for a frame too large,
+                        // hello or not
     ASSERT_TRUE(link.stream->Read(&welcome));
     link.stream->Write(frame);
     EXPECT_FALSE(link.end().ok());

@@ -44,8 +44,8 @@ class SimNet {
   // Breaks the connections between the transports of these two names: both report their end, with the reads
   // over them, and of what is under way some may be lost.
   void cut(const std::string& one, const std::string& other);
-  // What the transport has sent or been sent and is under way, and what follows, arrives at `until_ns` or later, in
-  // order.
+  // What the transport has sent or been sent and is under way, and what follows, arrives at `until_ns` or
+  // later, in order.
   void hold(const std::string& name, std::int64_t until_ns);
 
   // When the next transport has something to do; nothing when none has. For simulators.
