@@ -15,7 +15,8 @@
 //             minutes at most. Other threads go on: the process shows signs of life.
 //
 // The points, in the order of a sync. Of a trainer's: sender.joined (a worker's InitDone has arrived),
-// sender.rejoined (a trainer that was lost is in the fleet again), sender.sending (before a sync is opened),
+// sender.lost (a worker or trainer was lost while no sync ran), sender.rejoined (a trainer that was lost is in
+// the fleet again), sender.sending (before a sync is opened),
 // sender.opened (once per rank, SyncOpen sent), sender.starting (per worker, StartUpdate sent), rank.begun,
 // sender.updating (per worker, Update sent), rank.published (per group), rank.packing (per pack), rank.ended,
 // sender.prepared (per worker, before its Finish), sender.finishing (per worker, Finish sent), sender.closing

@@ -675,7 +675,8 @@ void Trainer::Impl::end(const Status& why) {
 
 void Trainer::Impl::on_lost(const Member& member, const Status& why) {
   const Status named = lost(member, why);
-  const bool between = options.on_consumer_loss == OnConsumerLoss::kFail && sync && !sync->running();
+  const bool idle = sync && !sync->running();
+  const bool between = options.on_consumer_loss == OnConsumerLoss::kFail && idle;
   if (member.role == Role::kWorker) {
     server->consumer_lost(member.id, named);
     if (ready_workers.erase(member.id) != 0 && between) lost_between.insert(member);
@@ -699,15 +700,18 @@ void Trainer::Impl::on_lost(const Member& member, const Status& why) {
     messages.push_error(named);
   }
   if (!sender) return;
-  MutexLock lock(mutex);
-  // A worker that failed its init has told us why, and ranks leave a collective that failed: that they are
-  // gone then is no news.
-  const auto done = workers_done.find(member.id);
-  const bool explained =
-      (table_status && !table_status->ok()) ||
-      (member.role == Role::kWorker && done != workers_done.end() && !done->second.status.ok());
-  if (!init_failure && !explained) init_failure = named;
-  wake.notify_all();
+  {
+    MutexLock lock(mutex);
+    // A worker that failed its init has told us why, and ranks leave a collective that failed: that they are
+    // gone then is no news.
+    const auto done = workers_done.find(member.id);
+    const bool explained =
+        (table_status && !table_status->ok()) ||
+        (member.role == Role::kWorker && done != workers_done.end() && !done->second.status.ok());
+    if (!init_failure && !explained) init_failure = named;
+    wake.notify_all();
+  }
+  if (idle) fault_point("sender.lost", 0);
 }
 
 void Trainer::Impl::on_tick() {

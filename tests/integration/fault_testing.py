@@ -220,6 +220,12 @@ class FaultTest(FleetTest):
         self.announced("sender.joined").go()
         return process, time.monotonic() - started
 
+    def kill_between(self, name):
+        """Kills the process between two syncs; returns once the sender, which announces sender.lost, has heard of it."""
+        self.processes[name].signal(signal.SIGKILL)
+        self.processes[name].wait()
+        self.announced("sender.lost").go()
+
     def announced(self, point, process=None, timeout=30.0):
         pid = process.pid if process else None
         one = self.told.take(point, pid, timeout * SLOWNESS)

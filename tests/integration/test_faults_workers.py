@@ -69,13 +69,11 @@ class KilledWorker(FaultTest):
         for name in ("worker 3", "trainer 1"):
             for inference, workers in (("replicas=4", 4), ("tp=4", 4)):
                 with self.subTest(f"{name} {inference}"):
-                    self.launch(3, "--transport", "shm", inference=inference, workers=workers, on_loss="fail")
+                    self.launch(3, "--transport", "shm", inference=inference, workers=workers, on_loss="fail",
+                                faults={"trainer 0": "announce@sender.lost"})
                     self.expect_sync()
-                    at = self.announced("sender.sending")
-                    self.processes[name].signal(signal.SIGKILL)
-                    self.processes[name].wait()
-                    self.pause(0.2)  # the sender has heard of it, which nothing shows
-                    at.go()
+                    self.kill_between(name)
+                    self.next_sync()
                     self.expect_failure(name, 4 * SLOWNESS, but=[name])
                     self.shut()
                     self.assert_nothing_left()
@@ -118,12 +116,10 @@ class NoReplicaLeft(FaultTest):
 
     def test_none_that_comes_back(self):
         """Bounded by the connect timeout, and everybody hears who is missing."""
-        self.launch(2, inference="tp=2", workers=2, connect_timeout=3)
+        self.launch(2, inference="tp=2", workers=2, connect_timeout=3, faults={"trainer 0": "announce@sender.lost"})
         self.expect_sync()
-        self.processes["worker 1"].signal(signal.SIGKILL)
-        self.processes["worker 1"].wait()
-        self.processes["trainer 0"].errors.clear()
-        self.announced("sender.sending").go()
+        self.kill_between("worker 1")
+        self.next_sync()
         seconds = self.expect_failure("a whole replica of workers; missing: worker 1 (worker 1 is lost", within=6 * SLOWNESS, but=["worker 1"])
         self.measured("no replica left, --connect-timeout 3s: all have ended after", seconds)
         self.assert_nothing_left()

@@ -207,9 +207,9 @@ class KilledRank(RankFault):
 
     def test_one_that_stays_away_is_waited_for(self):
         """Nobody stands in for it: the next sync waits for connect_timeout, then everybody ends with an error that names it."""
-        self.launch_ranks(ALONE, connect_timeout=5)
+        self.launch_ranks(ALONE, connect_timeout=5, faults={"trainer 0": "announce@sender.lost"})
         self.expect_all()
-        self.kill_rank(1)
+        self.kill_between("trainer 1")
         begin = self.next_sync()
         self.expect_failure("trainer 1", 15 * SLOWNESS, but=["trainer 1"])
         self.assertGreater(time.monotonic() - begin, 4.5 * SLOWNESS)
