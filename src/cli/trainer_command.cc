@@ -29,7 +29,6 @@ namespace shardpull::cli {
 namespace {
 
 constexpr const char* kReportTopic = "report";  // to the sender, after each sync
-constexpr const char* kEndTopic = "end";        // from the sender, after the last one
 constexpr std::int64_t kProgressPeriodNs = 50 * kNanosPerMilli;
 
 class TrainerRun {
@@ -89,18 +88,22 @@ class TrainerRun {
   }
 
  private:
-  // A rank that was started again does what the sender opens: which of its syncs are over it cannot know.
+  // What the sender opens, until it ends the fleet.
   Status follow(CheckpointSource& source) {
     for (;;) {
       const auto next = trainer_->next_sync();
       if (!next.ok()) return next.status().info().reason == Reason::kShutdown ? Status() : next.status();
       const Status done = run_sync(0, next->version, !next->names.empty(), source);
-      if (!done.ok() && !outlives(done)) return done;
+      // The sender may be two syncs ahead of one that failed before this rank came to it.
+      const bool late = continues() && done.info().reason == Reason::kSuperseded;
+      if (!done.ok() && !late && !outlives(done)) return done;
     }
   }
 
   Status run_syncs(CheckpointSource& source) {
-    if (trainer_->returned()) return follow(source);
+    // Which syncs are over, and which are sent again, a rank that was started again cannot know, and another
+    // one not where the fleet outlives losses: the sender may find one after the sync was closed (collect).
+    if (trainer_->returned() || (!sender() && continues())) return follow(source);
     for (std::uint32_t sync = 1; sync <= arguments_.versions.syncs;) {
       const Status done =
           run_sync(sync, arguments_.versions.version_of(sync), sync > 1 && !names_.empty(), source);
@@ -108,15 +111,15 @@ class TrainerRun {
         ++sync;
         continue;
       }
-      // Every rank returns the same error, so that all of them send it again.
       if (!outlives(done)) return done.with_context(fmt::format("sync {}", sync));
       if (sender() && !launcher_.attached()) {
         std::fprintf(stdout, "sync %u: failed, and is sent again: %s\n", sync, done.message().c_str());
         std::fflush(stdout);
       }
     }
-    SHARDPULL_RETURN_IF_ERROR(part());
-    if (sender() && !launcher_.attached()) std::fprintf(stdout, "%s\n", verdict_line(report_).c_str());
+    // A rank that left at once would look lost to a sender that still waits for others.
+    if (!sender()) return follow(source);
+    if (!launcher_.attached()) std::fprintf(stdout, "%s\n", verdict_line(report_).c_str());
     return {};
   }
 
@@ -179,9 +182,10 @@ class TrainerRun {
     const SystemClock& clock = SystemClock::instance();
     const std::int64_t deadline = clock.now_ns() + arguments_.fleet.stall_timeout_ns;
     std::set<std::string> expected;
-    lost_ranks_ = {from.lost_ranks.begin(), from.lost_ranks.end()};
+    Status last_loss;  // of a worker
     for (std::uint32_t rank = 1; rank < ranks_; ++rank) {
-      if (!lost_ranks_.contains(rank)) expected.insert(fmt::format("trainer {}", rank));
+      if (!std::binary_search(from.lost_ranks.begin(), from.lost_ranks.end(), rank))
+        expected.insert(fmt::format("trainer {}", rank));
     }
     for (const WorkerReport& worker : from.workers) expected.insert(fmt::format("worker {}", worker.consumer));
     const std::size_t processes_in_sync = expected.size() + 1;
@@ -198,11 +202,9 @@ class TrainerRun {
         const std::string& peer = received.status().info().peer;
         std::uint32_t rank = 1;
         while (rank < ranks_ && peer != fmt::format("trainer {}", rank)) ++rank;
-        // Whether there is a sync without a rank, the next send_weights says.
-        if (rank < ranks_) {
-          lost_ranks_.insert(rank);
-        } else if (!outlives(received.status())) {
-          return received.status();
+        if (rank == ranks_) {  // whether there is a sync without a rank, the next send_weights says
+          if (!outlives(received.status())) return received.status();
+          if (expected.contains(peer)) last_loss = received.status();
         }
         expected.erase(peer);
         continue;
@@ -213,6 +215,7 @@ class TrainerRun {
       expected.erase(message->from);
       reports.insert_or_assign(message->from, std::move(report));
     }
+    SHARDPULL_RETURN_IF_ERROR(check_confirmed(from, reports, last_loss));
 
     SyncOutcome outcome;
     outcome.sync = sync;
@@ -257,6 +260,27 @@ class TrainerRun {
     return {};
   }
 
+  // Weights are delivered when all workers of a replica have said so. All may have committed and have been
+  // lost since.
+  Status check_confirmed(const SyncReport& from, const std::map<std::string, ProcessReport>& reports,
+                         const Status& last_loss) const {
+    std::vector<std::string> lost;
+    std::map<std::uint32_t, std::uint32_t> reported;  // workers, by replica
+    const auto per_replica = workers_ / static_cast<std::uint32_t>(arguments_.fleet.inference.replicas);
+    for (const WorkerReport& one : from.workers) {
+      const std::string name = fmt::format("worker {}", one.consumer);
+      if (!reports.contains(name)) {
+        lost.push_back(name);
+      } else if (++reported[one.consumer / per_replica] == per_replica) {
+        return {};
+      }
+    }
+    return Status(StatusCode::kUnavailable,
+                  fmt::format("no whole replica is left that has it: lost after the commit: {} ({})",
+                              fmt::join(lost, ", "), last_loss.message()),
+                  last_loss.info());
+  }
+
   // ", by 3 of 4 workers; lost: worker 3", or nothing where all of them have it and no rank is gone.
   std::string absent(const SyncOutcome& outcome, const SyncReport& from) const {
     std::string text;
@@ -279,35 +303,6 @@ class TrainerRun {
     processes.push_back(to_json(report.memory));
   }
 
-  // A rank that left at once would look lost to a sender that still waits for others.
-  Status part() {
-    if (sender()) {
-      for (std::uint32_t rank = 1; rank < ranks_; ++rank) {
-        if (lost_ranks_.contains(rank)) continue;
-        // One that was lost since is not missed any more.
-        const Status told = trainer_->send_message(fmt::format("trainer {}", rank), kEndTopic, "");
-        if (!told.ok() && told.info().reason != Reason::kPeerLost) return told;
-      }
-      return {};
-    }
-    for (;;) {
-      const auto message = trainer_->receive_message(
-          static_cast<std::uint64_t>(arguments_.fleet.stall_timeout_ns / kNanosPerMilli));
-      if (!message.ok()) {
-        // Others may have been told first and left; whether one is missed is for the sender to say.
-        const ErrorInfo& why = message.status().info();
-        if (why.reason == Reason::kPeerLost && why.peer != "trainer 0") continue;
-        // The sender may end the fleet before its farewell is read.
-        return why.reason == Reason::kShutdown ? Status() : message.status();
-      }
-      if (!message->has_value()) {
-        return Status(StatusCode::kDeadlineExceeded, "the sender did not end the fleet",
-                      {.reason = Reason::kStalled, .fault = Fault::kPeer, .peer = "trainer 0"});
-      }
-      if ((*message)->topic == kEndTopic) return {};
-    }
-  }
-
   const TrainerArguments& arguments_;
   LauncherChannel& launcher_;
   const std::string name_;
@@ -318,7 +313,6 @@ class TrainerRun {
   Trainer* trainer_ = nullptr;
   RunReport report_;  // by hand only: what the last line says
   std::int64_t shown_ns_ = 0;
-  std::set<std::uint32_t> lost_ranks_;  // the sender's, as of the last sync
 };
 
 }  // namespace

@@ -505,12 +505,14 @@ void SenderMachine::consumer_lost(std::int64_t now_ns, std::uint32_t consumer, c
   if (std::find(s.lost.begin(), s.lost.end(), consumer) != s.lost.end()) return;
   std::erase(s.dropped, consumer);  // a mate of one lost before is lost itself now
   s.consumers[consumer] = Progress::kLost;
+  const std::string before = s.lost.empty() ? "" : fmt::format("; {} before", count_noun("worker", s.lost));
   s.lost.push_back(consumer);
   std::sort(s.lost.begin(), s.lost.end());
   s.since_ns = now_ns;
   const Status lost =
       Status(StatusCode::kUnavailable,
-             fmt::format("{} was lost in sync {}: {}", worker_name(consumer), s.sync_id, why.message()),
+             fmt::format("{} was lost in sync {}: {}{}", worker_name(consumer), s.sync_id, why.message(),
+                         before),
              {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
   if (s.phase != SyncPhase::kDraining) {
     if (!s.config.fail_on_consumer_loss) s.drop_replica(consumer, why, out);

@@ -614,6 +614,31 @@ TEST(SenderLoss, OfTheLastReplicaOrWithTheSettingFailsNamingIt) {
   EXPECT_THAT(strict.done().status.message(), HasSubstr("worker 1 was lost"));
 }
 
+// Goal: a sync whose every worker is lost while it commits has reached nobody, whoever had committed by then;
+// all of them are named.
+TEST(SenderLoss, OfEverybodyWhileCommitting) {
+  for (const bool confirmed : {false, true}) {
+    SCOPED_TRACE(confirmed);
+    SenderBench b;
+    b.begin(1);
+    b.to_finishing();
+    if (confirmed) {
+      b.finished(0);
+      b.finished(1);
+    }
+    for (const std::uint32_t c : {0u, 1u}) b.machine.consumer_lost(0, c, kBroken, b.out);
+    EXPECT_TRUE(b.machine.running());
+    b.machine.consumer_lost(0, 3, kBroken, b.out);
+    EXPECT_FALSE(b.machine.running());
+    EXPECT_THAT(b.done().status.message(),
+                AllOf(HasSubstr("worker 3 was lost in sync 1"), HasSubstr("workers 0-1 before")));
+    EXPECT_EQ(b.done().status.info().reason, Reason::kPeerLost);
+    EXPECT_THAT(b.done().lost_consumers, ElementsAre(0u, 1u, 3u));
+    EXPECT_THAT(b.done().dropped_consumers, ElementsAre(2u));
+    EXPECT_EQ(b.count<CloseSync>(), 2u);
+  }
+}
+
 TEST(SenderLoss, AMemberKnownToBeDownIsLostAsTheSyncBegins) {
   SenderBench b;
   b.machine.consumer_lost(0, 3, kBroken, b.out);

@@ -114,6 +114,43 @@ class NoReplicaLeft(FaultTest):
         self.assertIn("failed, and is sent again: worker 1 was lost in sync 2", "\n".join(self.processes["trainer 0"].printed))
         self.assert_nothing_left()
 
+    def lose_after_commit(self, lost, on_loss):
+        """Both workers have told the sender that they committed the second sync; then those in `lost` are killed."""
+        self.launch(2, inference="tp=2", workers=2, on_loss=on_loss,
+                    faults={"trainer 0": "announce@sender.closing/2:1", **{f"worker {n}": "announce@worker.committed/2:1" for n in (0, 1)}})
+        self.expect_sync()
+        self.next_sync()
+        committed = {n: self.announced("worker.committed", self.processes[f"worker {n}"]) for n in (0, 1)}
+        closing = self.announced("sender.closing")
+        for number in lost:
+            self.processes[f"worker {number}"].signal(signal.SIGKILL)
+            self.processes[f"worker {number}"].wait()
+        closing.go()
+        for number in {0, 1} - set(lost):
+            committed[number].go()
+
+    def test_lost_after_the_commit(self):
+        """What no whole replica has any more was not delivered: it fails, naming the lost, and is sent again once they are back."""
+        for lost in ((0, 1), (1,)):
+            with self.subTest(str(lost)):
+                self.lose_after_commit(lost, "continue")
+                self.announced("sender.sending").go()
+                for number in lost:
+                    self.restart_worker(number)
+                line = self.sync_line()
+                self.check_sync(line, 2)
+                self.assertEqual((line.number, line.version, line.lost), (2, 1, ""))
+                self.end()
+                names = ", ".join(f"worker {number}" for number in lost)
+                self.assertIn(f"no whole replica is left that has it: lost after the commit: {names} (",
+                              "\n".join(self.processes["trainer 0"].printed))
+                self.assert_nothing_left()
+
+    def test_lost_after_the_commit_where_a_loss_fails(self):
+        self.lose_after_commit((0, 1), "fail")
+        self.expect_failure("worker", 4 * SLOWNESS, but=["worker 0", "worker 1"])
+        self.assertFalse([text for text in self.processes["trainer 0"].printed if text.startswith("sync 2")])
+
     def test_none_that_comes_back(self):
         """Bounded by the connect timeout, and everybody hears who is missing."""
         self.launch(2, inference="tp=2", workers=2, connect_timeout=3, faults={"trainer 0": "announce@sender.lost"})
