@@ -293,8 +293,14 @@ Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
 
 Status ConsumerEngine::connect(std::int64_t timeout_ns) {
   for (const ProducerPlan& producer : plan_->producers) {
-    if (!lost_.contains(producer.producer))
-      SHARDPULL_RETURN_IF_ERROR(connect_to(producer.producer, timeout_ns).status());
+    if (lost_.contains(producer.producer)) continue;
+    const Status status = connect_to(producer.producer, timeout_ns).status();
+    // One that has just died is lost once the control channel says so.
+    if (status.code() == StatusCode::kUnavailable) {
+      unreachable(producer.producer, status);
+    } else if (!status.ok()) {
+      return status;
+    }
   }
   return {};
 }
@@ -604,12 +610,16 @@ bool ConsumerEngine::on_closed(EndpointId id, const Status& why) {
     returning_failed(endpoint.producer, named);
     return true;
   }
-  connect_error_ = named;
-  if (!lost_.contains(endpoint.producer)) broken_.insert(endpoint.producer);
-  drive([&](std::int64_t now, ConsumerActions& out) {
-    machine_.producer_unreachable(now, endpoint.producer, named, out);
-  });
+  unreachable(endpoint.producer, named);
   return true;
+}
+
+void ConsumerEngine::unreachable(std::uint32_t producer, const Status& why) {
+  connect_error_ = why;
+  if (!lost_.contains(producer)) broken_.insert(producer);
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.producer_unreachable(now, producer, why, out);
+  });
 }
 
 void ConsumerEngine::on_read_done(ReadToken token, const Status& status) {

@@ -66,10 +66,10 @@ class ConsumerEngine {
   // Where a producer listens, when that is not what the tables say. Before connect().
   void producer_at(std::uint32_t rank, std::string address) { addresses_[rank] = std::move(address); }
   // Opens a hot endpoint to every producer of the plan that is not lost and says hello. Done when connected() is
-  // true.
+  // true. Where nobody listens, that is connect_error()'s.
   Status connect(std::int64_t timeout_ns);
   bool connected() const;
-  // That of a connection which broke, while its producer is not known to be lost.
+  // That of a connection which broke or could not be made, while its producer is not known to be lost.
   Status connect_error() const { return broken_.empty() ? Status() : connect_error_; }
 
   // `plan`: what this sync runs (restrict_plan of the whole plan), null for all of it. Its copies are
@@ -261,6 +261,8 @@ class ConsumerEngine {
   void give_up(EndpointId endpoint, const Status& why);
   // Opens an endpoint and says hello.
   Result<EndpointId> connect_to(std::uint32_t producer, std::int64_t timeout_ns);
+  // What it has is pulled from others, until a connection to it is there again.
+  void unreachable(std::uint32_t producer, const Status& why);
   bool planned(std::uint32_t producer) const;
   void meet(std::uint32_t producer);  // one that has returned
   void returning_failed(std::uint32_t producer, const Status& why);

@@ -70,7 +70,7 @@ class KilledWorker(FaultTest):
             for inference, workers in (("replicas=4", 4), ("tp=4", 4)):
                 with self.subTest(f"{name} {inference}"):
                     self.launch(3, "--transport", "shm", inference=inference, workers=workers, on_loss="fail",
-                                faults={"trainer 0": "announce@sender.lost"})
+                                faults={"trainer 0": "announce@sender.lost:1"})
                     self.expect_sync()
                     self.kill_between(name)
                     self.next_sync()
@@ -153,7 +153,7 @@ class NoReplicaLeft(FaultTest):
 
     def test_none_that_comes_back(self):
         """Bounded by the connect timeout, and everybody hears who is missing."""
-        self.launch(2, inference="tp=2", workers=2, connect_timeout=3, faults={"trainer 0": "announce@sender.lost"})
+        self.launch(2, inference="tp=2", workers=2, connect_timeout=3, faults={"trainer 0": "announce@sender.lost:1"})
         self.expect_sync()
         self.kill_between("worker 1")
         self.next_sync()

@@ -185,8 +185,8 @@ class KilledRank(RankFault):
 
     def test_one_that_is_lost_while_a_worker_joins(self):
         """The worker joins without it, whether it bakes or waits for that rank's answer, and others stand in for it."""
-        for point in ("worker.joining", None):
-            with self.subTest(point or "reserving"):
+        for point, known in (("worker.joining", True), ("worker.joining", False), (None, False)):
+            with self.subTest(f"{point or 'reserving'} {'known' if known else 'unknown'}"):
                 self.launch_ranks(SHARED, syncs=3)
                 self.expect_all()
                 self.processes["worker 1"].signal(signal.SIGKILL)
@@ -195,7 +195,8 @@ class KilledRank(RankFault):
                     worker = self.start_worker(1, f"announce@{point}")
                     at = self.announced(point, worker)
                     self.kill_rank(1)
-                    self.expect_sync(1)  # the fleet has met its loss
+                    if known:
+                        self.expect_sync(1)  # the fleet has met its loss
                     at.go()
                 else:
                     self.stop(self.processes["trainer 1"])  # it answers nothing until it is lost
@@ -207,7 +208,7 @@ class KilledRank(RankFault):
 
     def test_one_that_stays_away_is_waited_for(self):
         """Nobody stands in for it: the next sync waits for connect_timeout, then everybody ends with an error that names it."""
-        self.launch_ranks(ALONE, connect_timeout=5, faults={"trainer 0": "announce@sender.lost"})
+        self.launch_ranks(ALONE, connect_timeout=5, faults={"trainer 0": "announce@sender.lost:1"})
         self.expect_all()
         self.kill_between("trainer 1")
         begin = self.next_sync()
