@@ -143,8 +143,12 @@ Status remove_stale_socket(const std::string& path) {
   }
   Result<UniqueFd> probe = connect_unix(path, 100 * kNanosPerMilli);
   if (probe.ok() || probe.status().code() == StatusCode::kDeadlineExceeded) {
+    ucred listener{};
+    socklen_t size = sizeof listener;
+    const bool named = probe.ok() && getsockopt(probe->get(), SOL_SOCKET, SO_PEERCRED, &listener, &size) == 0;
     return host_error(StatusCode::kAlreadyExists,
-                      fmt::format("the address \"{}\" is in use by a running process; stop it or use another directory", path));
+                      fmt::format("the address \"{}\" is in use by {}; end it, also if it is stopped, or use another directory",
+                                  path, named ? fmt::format("process {}", listener.pid) : "a process that accepts nobody"));
   }
   if (probe.status().code() != StatusCode::kUnavailable) return probe.status();
   if (unlink(path.c_str()) != 0 && errno != ENOENT) {

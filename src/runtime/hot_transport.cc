@@ -1,6 +1,8 @@
 #include "runtime/hot_transport.h"
 
+#include <filesystem>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -50,6 +52,21 @@ Result<std::unique_ptr<Transport>> make_ucx(const FleetOptions& options, const M
   return make_ucx_transport(std::move(ucx));
 }
 
+// Names the socket file of this life of `name`. One that takes the place of a process which has not ended yet
+// (a stopped one, say) listens beside it; what such lives left behind is removed.
+std::string socket_name(const std::string& directory, const std::string& name, Incarnation incarnation) {
+  const std::string beside = name + "-", end = ".sock";
+  std::error_code none;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, none)) {
+    const std::string file = entry.path().filename().string();
+    if (file.size() == beside.size() + 16 + end.size() && file.starts_with(beside) && file.ends_with(end))
+      remove_stale_socket(fmt::format("{}/{}", directory, file)).ignore();
+  }
+  const Status other = connect_unix(fmt::format("{}/{}{}", directory, name, end), kNanosPerMilli).status();
+  const bool lives = other.ok() || other.code() == StatusCode::kDeadlineExceeded;  // it accepts nobody now
+  return lives ? fmt::format("{}{:016x}", beside, incarnation) : name;
+}
+
 }  // namespace
 
 TransportKind transport_of(const FleetOptions& options) {
@@ -93,20 +110,20 @@ Result<std::unique_ptr<Transport>> make_hot_transport(const FleetOptions& option
                                                       Incarnation incarnation) {
   const std::string name =
       fmt::format("{}-{}", self.role == Role::kTrainer ? "trainer" : "worker", self.id);
-  LocalOptions local{
-      .directory = options.directory, .token = options.token, .incarnation = incarnation, .self_name = name};
-  // A worker that takes the place of one which has not ended yet listens beside it.
-  if (self.role == Role::kWorker &&
-      connect_unix(fmt::format("{}/{}.sock", options.directory, name), kNanosPerMilli).ok())
-    local.self_name = fmt::format("{}-{:016x}", name, incarnation);
+  const auto local = [&] {
+    return LocalOptions{.directory = options.directory,
+                        .token = options.token,
+                        .incarnation = incarnation,
+                        .self_name = socket_name(options.directory, name, incarnation)};
+  };
   const TransportKind kind = transport_of(options);
   switch (kind) {
     case TransportKind::kAuto:
     case TransportKind::kShm:
-      return make_shm_transport(local);
+      return make_shm_transport(local());
     case TransportKind::kCma:
       SHARDPULL_RETURN_IF_ERROR(cma_available().with_context("transport cma"));
-      return make_cma_transport(local);
+      return make_cma_transport(local());
     case TransportKind::kTcp:
     case TransportKind::kUcx:
       break;

@@ -233,6 +233,10 @@ TYPED_TEST_P(LocalContract, RemovesItsSocketAndOnlyItsOwn) {
     ASSERT_EQ(socket_path(*side.transport->listen()), path);
     ASSERT_EQ(socket_path(*side.transport->listen()), path);  // again is the same
     EXPECT_TRUE(std::filesystem::exists(path));
+    Side twin(backend.make_with("trainer-0", 2));
+    EXPECT_NE(twin.transport->listen().status().message().find(
+                  fmt::format("in use by process {}; end it", getpid())),
+              std::string::npos);
   }
   EXPECT_TRUE(std::filesystem::is_empty(backend.directory()));
   {

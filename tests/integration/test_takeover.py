@@ -7,7 +7,7 @@ import signal
 import time
 import unittest
 
-from fault_testing import FaultTest, RANK_POINTS, ways
+from fault_testing import DEAD_AFTER, FaultTest, RANK_POINTS, ways
 from fleet_testing import SANITIZED, SLOWNESS
 
 SHARED = ("fsdp=2", "--publish", "gather")  # whatever a rank serves, another one has it too
@@ -214,6 +214,48 @@ class KilledRank(RankFault):
         begin = self.next_sync()
         self.expect_failure("trainer 1", 15 * SLOWNESS, but=["trainer 1"])
         self.assertGreater(time.monotonic() - begin, 4.5 * SLOWNESS)
+
+
+class OldRankStillThere(RankFault):
+    def test_its_place_is_taken_while_it_stands(self):
+        """A rank is stopped for longer than dead_after; started again it joins beside the old process, which is fenced when it goes on."""
+        for transport, path in ways("shm mapped", "cma direct"):
+            with self.subTest(f"{transport} {path}"):
+                self.launch_ranks(SHARED, "--transport", transport, "--path", path, syncs=7)
+                self.expect_all()
+                zombie = self.processes["trainer 1"]
+                self.stop(zombie)
+                self.next_sync()
+                self.check_sync(self.sync_line(), 2)
+                self.restart_trainer(1)
+                self.expect_all()
+                zombie.signal(signal.SIGCONT)
+                self.assertEqual(zombie.wait(20 * SLOWNESS), 1)
+                self.assertRegex(zombie.error(), "stood still for .*, longer than dead_after")
+                self.expect_all()
+                self.assertEqual(len(list(self.fleet.glob("trainer-1-*.sock"))), 1)
+                self.kill_rank(1)  # its socket is left behind
+                self.restart_trainer(1)
+                for _ in range(3):
+                    self.expect_all()
+                self.end()
+                self.assertEqual(list(self.fleet.glob("*.sock")), [])
+                self.assert_nothing_left()
+
+
+    def test_a_live_rank_is_not_replaced(self):
+        """A second process of the same number is refused after dead_after, and the first one does not notice."""
+        self.launch_ranks(ALONE, "--transport", "shm", syncs=3)
+        self.expect_all()
+        first = self.processes["trainer 1"]
+        second = self.start_trainer(1)
+        self.expect_all()
+        self.assertEqual(second.wait(DEAD_AFTER + 10 * SLOWNESS), 1)
+        self.assertIn("trainer 1 is connected already", second.error())
+        self.processes["trainer 1"] = first
+        self.expect_all()
+        self.end()
+        self.assert_nothing_left()
 
 
 class Experts(RankFault):
