@@ -266,7 +266,7 @@ class Troubled(TraceChecks, FaultTest):
     def test_a_sync_that_loses_a_trainer(self):
         """Failed: the workers' waits add up to when they gave up, and say whom they were for."""
         self.launch_traced(3, "--path", "packed", inference="replicas=2", workers=2, connect_timeout=5,
-                           faults={"trainer 1": "kill@rank.begun/2:1"})
+                           faults={"trainer 1": "kill@rank.packing/2:1"})
         self.expect_sync()
         self.next_sync()
         self.next_sync()  # it is sent again, and the trainer waited for
