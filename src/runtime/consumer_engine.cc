@@ -146,6 +146,7 @@ ConsumerEngine::ConsumerEngine(ProgressThread& progress, Model& model, const Rec
                               .staged = staged_,
                               .stall_timeout_ns = stall_timeout_ns,
                               .loss_grace_ns = loss_grace_ns}),
+      returning_(*plan_),
       addresses_(tables_->producers),
       copies_(1),
       post_process_(1) {}
@@ -293,7 +294,7 @@ Result<ConsumerEngine::PreparedCopy> ConsumerEngine::prepare_copy(
 
 Status ConsumerEngine::connect(std::int64_t timeout_ns) {
   for (const ProducerPlan& producer : plan_->producers) {
-    if (lost_.contains(producer.producer)) continue;
+    if (returning_.lost(producer.producer)) continue;
     const Status status = connect_to(producer.producer, timeout_ns).status();
     // One that has just died is lost once the control channel says so.
     if (status.code() == StatusCode::kUnavailable) {
@@ -318,111 +319,93 @@ Result<EndpointId> ConsumerEngine::connect_to(std::uint32_t producer, std::int64
 
 bool ConsumerEngine::connected() const {
   return std::all_of(endpoints_.begin(), endpoints_.end(), [&](const auto& endpoint) {
-    return endpoint.second.greeted || lost_.contains(endpoint.second.producer);
+    return endpoint.second.greeted || returning_.lost(endpoint.second.producer);
   });
-}
-
-bool ConsumerEngine::planned(std::uint32_t producer) const {
-  return std::any_of(plan_->producers.begin(), plan_->producers.end(),
-                     [&](const ProducerPlan& each) { return each.producer == producer; });
 }
 
 // ---- producers that come back ---------------------------------------------------------------------------
 
-void ConsumerEngine::forget_endpoint(EndpointId id) {
-  const auto found = endpoints_.find(id);
-  if (found == endpoints_.end()) return;
-  endpoints_.erase(found);
-  progress_.transport().close(id);
+template <typename Event>
+void ConsumerEngine::drive_returning(Event event) {
+  ReturningActions actions;
+  event(progress_.clock().now_ns(), actions);
+  for (const ReturningAction& action : actions)
+    std::visit([this](const auto& each) { perform(each); }, action);
 }
 
 void ConsumerEngine::producer_returned(std::uint32_t rank, std::string address, std::uint64_t without_until,
                                        std::int64_t limit_ns) {
-  if (const auto before = returning_.find(rank); before != returning_.end())
-    forget_endpoint(before->second.endpoint);
   addresses_[rank] = std::move(address);
-  Returning& returning = returning_[rank] = {};
-  returning.without_until = without_until;
-  returning.limit_ns = limit_ns;
-  meet(rank);
-}
-
-void ConsumerEngine::meet(std::uint32_t producer) {
-  Returning& returning = returning_[producer];
-  returning.failed.reset();
-  returning.greeted = returning.reserved = !planned(producer);
-  if (returning.ready()) return;  // it is signalled, by the control channel
-  returning.deadline_ns = progress_.clock().now_ns() + returning.limit_ns;
-  const auto endpoint = connect_to(producer, kReconnectTimeoutNs);
-  if (!endpoint.ok()) return returning_failed(producer, endpoint.status());
-  endpoints_[*endpoint].waits = true;
-  returning.endpoint = *endpoint;
-  hooks_.announce(producer);
-}
-
-void ConsumerEngine::returning_failed(std::uint32_t producer, const Status& why) {
-  Returning& returning = returning_[producer];
-  log_warn("worker {} cannot take trainer {} back: {}", plan_->consumer, producer, why.to_string());
-  returning.failed = why;
-  forget_endpoint(std::exchange(returning.endpoint, 0));
+  drive_returning([&](std::int64_t now, ReturningActions& out) {
+    returning_.returned(now, rank, without_until, limit_ns, out);
+  });
 }
 
 bool ConsumerEngine::reserved(std::uint32_t rank, const Status& status) {
-  const auto found = returning_.find(rank);
-  if (found == returning_.end() || found->second.failed || found->second.reserved) return false;
-  if (!status.ok()) {
-    returning_failed(rank, status);
-  } else {
-    found->second.reserved = true;
-  }
-  return true;
+  bool answers = false;
+  drive_returning(
+      [&](std::int64_t, ReturningActions& out) { answers = returning_.reserved(rank, status, out); });
+  return answers;
 }
 
 bool ConsumerEngine::ready_for(std::uint64_t sync_id) {
-  bool ready = true;
-  for (auto& [producer, returning] : returning_) {
-    if (returning.without_until >= sync_id) continue;
-    const bool again = returning.failed && returning.tried_for != 0 && returning.tried_for != sync_id;
-    returning.tried_for = sync_id;
-    if (again) meet(producer);
-    ready = ready && (returning.ready() || returning.failed);
-  }
-  return ready;
+  drive_returning([&](std::int64_t now, ReturningActions& out) { returning_.wanted(now, sync_id, out); });
+  return returning_.ready_for(sync_id);
 }
 
-void ConsumerEngine::take_in(std::uint64_t sync_id) {
-  for (auto it = returning_.begin(); it != returning_.end();) {
-    const std::uint32_t producer = it->first;
-    const Returning& returning = it->second;
-    if (returning.without_until >= sync_id) {
+void ConsumerEngine::perform(const returning_action::Meet& action) {
+  const auto endpoint = connect_to(action.producer, kReconnectTimeoutNs);
+  if (!endpoint.ok()) {
+    drive_returning([&](std::int64_t, ReturningActions& out) {
+      returning_.failed(action.producer, endpoint.status(), out);
+    });
+    return;
+  }
+  endpoints_[*endpoint].waits = true;
+  hooks_.announce(action.producer);
+}
+
+void ConsumerEngine::perform(const returning_action::Part& action) {
+  close_endpoints(action.producer, true);
+}
+
+void ConsumerEngine::perform(const returning_action::TakeBack& action) {
+  close_endpoints(action.producer, false);
+  for (auto& [id, endpoint] : endpoints_) {
+    if (endpoint.producer == action.producer) endpoint.waits = false;
+  }
+  machine_.producer_returned(action.producer);
+  log_info("worker {} pulls from trainer {} again", plan_->consumer, action.producer);
+}
+
+void ConsumerEngine::perform(const returning_action::StandIn& action) {
+  log_warn("worker {} cannot take trainer {} back: {}", plan_->consumer, action.producer,
+           action.why.to_string());
+  machine_.producer_returned(action.producer);
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.producer_unreachable(now, action.producer, action.why, out);
+  });
+}
+
+void ConsumerEngine::perform(const returning_action::Reconnect& action) {
+  const Status opened = connect_to(action.producer, kReconnectTimeoutNs).status();
+  if (!opened.ok()) return log_warn("{}", opened.to_string());
+  drive_returning([&](std::int64_t, ReturningActions& out) { returning_.reconnected(action.producer, out); });
+}
+
+void ConsumerEngine::perform(const returning_action::Reached& action) {
+  machine_.producer_reachable(action.producer);
+}
+
+void ConsumerEngine::close_endpoints(std::uint32_t producer, bool waiting) {
+  for (auto it = endpoints_.begin(); it != endpoints_.end();) {
+    const EndpointId id = it->first;
+    if (it->second.producer != producer || it->second.waits != waiting) {
       ++it;
       continue;
     }
-    lost_.erase(producer);
-    broken_.erase(producer);
-    machine_.producer_returned(producer);
-    if (!returning.ready()) {
-      // It lives, and waits for this worker's signals.
-      const Status why =
-          returning.failed.value_or(Status(StatusCode::kUnavailable, "it was not reserved at in time"));
-      drive([&](std::int64_t now, ConsumerActions& out) {
-        machine_.producer_unreachable(now, producer, why, out);
-      });
-      ++it;
-      continue;
-    }
-    std::vector<EndpointId> old;
-    for (auto& [id, endpoint] : endpoints_) {
-      if (endpoint.producer != producer) continue;
-      if (endpoint.waits) {
-        endpoint.waits = false;
-      } else {
-        old.push_back(id);
-      }
-    }
-    for (const EndpointId id : old) forget_endpoint(id);
-    log_info("worker {} pulls from trainer {} again", plan_->consumer, producer);
-    it = returning_.erase(it);
+    it = endpoints_.erase(it);
+    progress_.transport().close(id);
   }
 }
 
@@ -446,17 +429,7 @@ Status ConsumerEngine::start_update(std::uint64_t sync_id, std::uint64_t version
     }
   }
   SHARDPULL_RETURN_IF_ERROR(check_memory(*prepared));
-  take_in(sync_id);
-  for (const std::uint32_t producer : std::exchange(broken_, {})) {
-    // Others are connected to as they are needed.
-    const Status opened = planned(producer) ? connect_to(producer, kReconnectTimeoutNs).status() : Status();
-    if (opened.ok()) {
-      machine_.producer_reachable(producer);
-    } else {
-      log_warn("{}", opened.to_string());
-      broken_.insert(producer);
-    }
-  }
+  drive_returning([&](std::int64_t, ReturningActions& out) { returning_.start(sync_id, out); });
   Status status;
   drive([&](std::int64_t now, ConsumerActions& out) {
     status = machine_.start_update(now, sync_id, version, plan, out);
@@ -503,12 +476,7 @@ void ConsumerEngine::recovery_reserved(std::uint32_t rank, const Status& status)
 }
 
 void ConsumerEngine::producer_lost(std::uint32_t rank, const Status& why) {
-  lost_.insert(rank);
-  broken_.erase(rank);
-  if (const auto found = returning_.find(rank); found != returning_.end()) {
-    forget_endpoint(found->second.endpoint);
-    returning_.erase(found);
-  }
+  drive_returning([&](std::int64_t, ReturningActions& out) { returning_.producer_lost(rank, out); });
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.producer_lost(now, rank, why, out); });
 }
 
@@ -520,14 +488,7 @@ void ConsumerEngine::signals_acked(std::uint32_t producer, std::uint64_t sync_id
 }
 
 void ConsumerEngine::tick() {
-  const std::int64_t now_ns = progress_.clock().now_ns();
-  for (auto& [producer, returning] : returning_) {
-    if (returning.ready() || returning.failed || now_ns < returning.deadline_ns) continue;
-    returning_failed(producer, Status(StatusCode::kDeadlineExceeded,
-                                      fmt::format("trainer {} did not answer within {} ms", producer,
-                                                  returning.limit_ns / kNanosPerMilli),
-                                      {.reason = Reason::kPeerLost, .fault = Fault::kPeer}));
-  }
+  drive_returning([&](std::int64_t now, ReturningActions& out) { returning_.tick(now, out); });
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.tick(now, out); });
 }
 
@@ -553,7 +514,7 @@ bool ConsumerEngine::on_message(EndpointId id, const HotHeader& header, const st
         return true;
       }
       endpoint.greeted = true;
-      if (endpoint.waits) returning_[producer].greeted = true;
+      if (endpoint.waits) returning_.greeted(producer);
       return true;
     case HotType::kReady: {
       fault_point("worker.ready", header.sync_id);
@@ -607,7 +568,8 @@ bool ConsumerEngine::on_closed(EndpointId id, const Status& why) {
                       .fault = Fault::kPeer,
                       .peer = fmt::format("trainer {}", endpoint.producer)});
   if (endpoint.waits) {
-    returning_failed(endpoint.producer, named);
+    drive_returning(
+        [&](std::int64_t, ReturningActions& out) { returning_.failed(endpoint.producer, named, out); });
     return true;
   }
   unreachable(endpoint.producer, named);
@@ -616,7 +578,7 @@ bool ConsumerEngine::on_closed(EndpointId id, const Status& why) {
 
 void ConsumerEngine::unreachable(std::uint32_t producer, const Status& why) {
   connect_error_ = why;
-  if (!lost_.contains(producer)) broken_.insert(producer);
+  returning_.unreachable(producer);
   drive([&](std::int64_t now, ConsumerActions& out) {
     machine_.producer_unreachable(now, producer, why, out);
   });
@@ -726,7 +688,7 @@ void ConsumerEngine::perform(const consumer_action::AnnounceRecovery& action) {
     hooks_.announce_recovery(producer);
     return;
   }
-  broken_.insert(producer);
+  returning_.unreachable(producer);
   progress_.post([this, producer, status] { recovery_reserved(producer, status); });
 }
 

@@ -18,6 +18,7 @@
 #include "observe/consumer_log.h"
 #include "plan/plan.h"
 #include "protocol/consumer_machine.h"
+#include "protocol/returning_producers.h"
 #include "runtime/arrival.h"
 #include "runtime/landing_memory.h"
 #include "runtime/progress_thread.h"
@@ -70,7 +71,7 @@ class ConsumerEngine {
   Status connect(std::int64_t timeout_ns);
   bool connected() const;
   // That of a connection which broke or could not be made, while its producer is not known to be lost.
-  Status connect_error() const { return broken_.empty() ? Status() : connect_error_; }
+  Status connect_error() const { return returning_.any_unreachable() ? connect_error_ : Status(); }
 
   // `plan`: what this sync runs (restrict_plan of the whole plan), null for all of it. Its copies are
   // compiled here, and kept until a sync runs another one. Connections that broke are opened again first, and
@@ -122,16 +123,6 @@ class ConsumerEngine {
     std::uint32_t producer = 0;
     bool greeted = false;
     bool waits = false;  // to a producer that has returned: for the next sync
-  };
-  // A producer that has returned, until a sync takes it in.
-  struct Returning {
-    std::uint64_t without_until = 0;
-    std::int64_t limit_ns = 0, deadline_ns = 0;
-    EndpointId endpoint = 0;  // 0: this worker takes nothing from it, or it has failed
-    bool greeted = false, reserved = false;
-    std::optional<Status> failed;
-    std::uint64_t tried_for = 0;  // the sync that it failed before
-    bool ready() const { return greeted && reserved; }
   };
   // One copy of a chunk, ready to run: `program` reads from the key's packed bytes, or from the piece's first
   // element (direct; mapped without sums).
@@ -263,12 +254,16 @@ class ConsumerEngine {
   Result<EndpointId> connect_to(std::uint32_t producer, std::int64_t timeout_ns);
   // What it has is pulled from others, until a connection to it is there again.
   void unreachable(std::uint32_t producer, const Status& why);
-  bool planned(std::uint32_t producer) const;
-  void meet(std::uint32_t producer);  // one that has returned
-  void returning_failed(std::uint32_t producer, const Status& why);
-  // Takes those that have returned into the sync.
-  void take_in(std::uint64_t sync_id);
-  void forget_endpoint(EndpointId endpoint);
+  template <typename Event>
+  void drive_returning(Event event);
+  void perform(const returning_action::Meet& action);
+  void perform(const returning_action::Part& action);
+  void perform(const returning_action::TakeBack& action);
+  void perform(const returning_action::StandIn& action);
+  void perform(const returning_action::Reconnect& action);
+  void perform(const returning_action::Reached& action);
+  // Those to the producer which wait for the next sync, or those which do not.
+  void close_endpoints(std::uint32_t producer, bool waiting);
   HotHeader header(HotType type, std::uint64_t sync_id) const;
   void run_fills(const PreparedChunk& chunk) const;
   // Where what is sent for a parameter lands, its first element: in the parameter or in the stage.
@@ -301,10 +296,8 @@ class ConsumerEngine {
   LandingMemory sum_window_;  // the copy thread's: one key of a mapped chunk that is summed
   ConsumerLog log_;           // of the running or last sync
   std::map<EndpointId, Endpoint> endpoints_;
-  std::set<std::uint32_t> lost_;    // producers whose process is gone
-  std::set<std::uint32_t> broken_;  // others whose endpoint broke
-  std::vector<std::string> addresses_;            // hot, by producer
-  std::map<std::uint32_t, Returning> returning_;  // by producer
+  ReturningProducers returning_;
+  std::vector<std::string> addresses_;  // hot, by producer
   Status connect_error_;
   std::unordered_map<ReadToken, Transfer> transfers_;
   std::unordered_map<ReadToken, std::shared_ptr<DirectReads>> direct_reads_;

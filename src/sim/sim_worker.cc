@@ -11,6 +11,8 @@
 namespace shardpull::sim {
 namespace {
 
+// Beyond what links are silent for: nobody that lives is given up for being slow.
+constexpr std::int64_t kReturnLimitNs = 10 * kNanosPerSecond;
 constexpr std::int64_t kPieceNs = 100 * kNanosPerMicro;
 constexpr std::byte kGuard{0x5A}, kScattered{0xEE};  // guard bytes; a receive slot after its scatter
 
@@ -49,6 +51,7 @@ SimWorker::SimWorker(World& world, const SimModel& model, SlotReaders& readers, 
       recording_(model.recordings[consumer]),
       machine_(consumer_config(model, consumer)),
       commit_(commit_config(model, consumer)),
+      returning_(plan_),
       transport_(world.net().open(fmt::format("worker-{}", consumer), kSimToken, incarnation())) {
   for (const RecordedParameter& parameter : recording_.parameters) {
     std::uint64_t bytes = element_bytes(parameter.dtype);
@@ -82,7 +85,7 @@ void SimWorker::connect_and_reserve() {
   met_ = true;
   for (std::uint32_t rank = 0; rank < model_.options.trainers; ++rank) {
     if (in_fleet(rank)) continue;  // else: of a fleet that goes on without it
-    lost_.insert(rank);
+    drive_returning([&](std::int64_t, ReturningActions& out) { returning_.producer_lost(rank, out); });
     drive([&](std::int64_t now, ConsumerActions& out) {
       machine_.producer_lost(now, rank,
                              Status(StatusCode::kUnavailable, "it was down before this worker joined",
@@ -91,7 +94,7 @@ void SimWorker::connect_and_reserve() {
     });
   }
   for (const ProducerPlan& producer : plan_.producers) {
-    if (lost_.contains(producer.producer)) continue;
+    if (returning_.lost(producer.producer)) continue;
     if (!connect_to(producer.producer).ok()) return end();  // it has just died
     waiting_reserves_.insert(producer.producer);
     announce(producer.producer, producer.serve_slot_bytes, pulls_at(plan_, producer.producer));
@@ -137,13 +140,18 @@ bool SimWorker::in_fleet(std::uint32_t rank) const {
   return up != ranks_up_.end() && rank < trainers_.size() && trainers_[rank] == up->second;
 }
 
-bool SimWorker::planned(std::uint32_t producer) const {
-  return std::any_of(plan_.producers.begin(), plan_.producers.end(),
-                     [&](const ProducerPlan& each) { return each.producer == producer; });
+template <typename Event>
+void SimWorker::drive_returning(Event event) {
+  ReturningActions actions;
+  event(world_.now_ns(), actions);
+  for (const ReturningAction& action : actions) std::visit([&](const auto& one) { perform(one); }, action);
 }
 
-void SimWorker::close_endpoint(EndpointId endpoint) {
-  if (producer_of_.erase(endpoint) != 0) transport_->close(endpoint);
+void SimWorker::close_endpoint(std::map<std::uint32_t, EndpointId>& endpoints, std::uint32_t producer) {
+  const auto found = endpoints.find(producer);
+  if (found == endpoints.end()) return;
+  if (producer_of_.erase(found->second) != 0) transport_->close(found->second);
+  endpoints.erase(found);
 }
 
 void SimWorker::producer_returned(const TrainerReturned& message) {
@@ -152,56 +160,49 @@ void SimWorker::producer_returned(const TrainerReturned& message) {
   trainers_[message.rank] = message.incarnation;
   if (!met_) return;
   world_.trace("returned", consumer_, message.rank);
-  if (const auto before = returning_.find(message.rank); before != returning_.end())
-    close_endpoint(before->second.endpoint);
-  returning_[message.rank] = Returning{};
-  returning_[message.rank].without_until = message.without_until;
-  meet(message.rank);
+  drive_returning([&](std::int64_t now, ReturningActions& out) {
+    returning_.returned(now, message.rank, message.without_until, kReturnLimitNs, out);
+  });
 }
 
-void SimWorker::meet(std::uint32_t producer) {
-  Returning& returning = returning_[producer];
-  returning.failed = false;
-  returning.reserved = !planned(producer);
-  if (returning.reserved) return;
+void SimWorker::perform(const returning_action::Meet& action) {
+  const std::uint32_t producer = action.producer;
   const auto endpoint = open_endpoint(producer);
-  if (!endpoint.ok()) return returning_failed(producer, endpoint.status());
-  returning.endpoint = *endpoint;
+  if (!endpoint.ok()) {
+    drive_returning(
+        [&](std::int64_t, ReturningActions& out) { returning_.failed(producer, endpoint.status(), out); });
+    return;
+  }
+  waiting_[producer] = *endpoint;
+  returning_.greeted(producer);  // no hello is answered here
   for (const ProducerPlan& at : plan_.producers) {
     if (at.producer == producer) announce(producer, at.serve_slot_bytes, pulls_at(plan_, producer));
   }
 }
-
-void SimWorker::returning_failed(std::uint32_t producer, const Status& why) {
-  (void)why;
-  world_.trace("returning_failed", consumer_, producer);
-  returning_[producer].failed = true;
-  close_endpoint(std::exchange(returning_[producer].endpoint, 0));
+void SimWorker::perform(const returning_action::Part& action) {
+  world_.trace("part", consumer_, action.producer);
+  close_endpoint(waiting_, action.producer);
 }
-
-void SimWorker::take_in(std::uint64_t sync_id) {
-  for (auto it = returning_.begin(); it != returning_.end();) {
-    const auto& [producer, returning] = *it;
-    if (returning.without_until >= sync_id) {
-      ++it;
-      continue;
-    }
-    lost_.erase(producer);
-    unreachable_.erase(producer);
-    machine_.producer_returned(producer);
-    if (returning.failed) {
-      drive([&](std::int64_t now, ConsumerActions& out) {
-        machine_.producer_unreachable(now, producer,
-                                      Status(StatusCode::kUnavailable, "it could not be reserved at"), out);
-      });
-      ++it;
-      continue;
-    }
-    if (const EndpointId old = endpoint_to(producer); old != 0) close_endpoint(old);
-    endpoint_of_.erase(producer);
-    if (returning.endpoint != 0) endpoint_of_[producer] = returning.endpoint;
-    it = returning_.erase(it);
-  }
+void SimWorker::perform(const returning_action::TakeBack& action) {
+  const std::uint32_t producer = action.producer;
+  world_.trace("take_back", consumer_, producer);
+  close_endpoint(endpoint_of_, producer);
+  if (const auto waiting = waiting_.extract(producer)) endpoint_of_[producer] = waiting.mapped();
+  machine_.producer_returned(producer);
+}
+void SimWorker::perform(const returning_action::StandIn& action) {
+  world_.trace("stand_in", consumer_, action.producer);
+  machine_.producer_returned(action.producer);
+  drive([&](std::int64_t now, ConsumerActions& out) {
+    machine_.producer_unreachable(now, action.producer, action.why, out);
+  });
+}
+void SimWorker::perform(const returning_action::Reconnect& action) {
+  if (!connect_to(action.producer).ok()) return;
+  drive_returning([&](std::int64_t, ReturningActions& out) { returning_.reconnected(action.producer, out); });
+}
+void SimWorker::perform(const returning_action::Reached& action) {
+  machine_.producer_reachable(action.producer);
 }
 
 void SimWorker::try_start() {
@@ -209,13 +210,8 @@ void SimWorker::try_start() {
       machine_.state() == WorkerState::kCommitting)
     return;
   const std::uint64_t sync_id = deferred_->sync_id;
-  for (auto& [producer, returning] : returning_) {
-    if (returning.without_until >= sync_id) continue;
-    const bool again = returning.failed && returning.tried_for != 0 && returning.tried_for != sync_id;
-    returning.tried_for = sync_id;
-    if (again) meet(producer);
-    if (!returning.reserved && !returning.failed) return;
-  }
+  drive_returning([&](std::int64_t now, ReturningActions& out) { returning_.wanted(now, sync_id, out); });
+  if (!returning_.ready_for(sync_id)) return;
   const StartUpdate start = *std::exchange(deferred_, std::nullopt);
   start_update(start);
 }
@@ -246,8 +242,10 @@ void SimWorker::recovery_reserved(std::uint32_t producer, const Status& status) 
 
 void SimWorker::tick() {
   after(kNanosPerSecond, [this] {
+    drive_returning([&](std::int64_t now, ReturningActions& out) { returning_.tick(now, out); });
     drive([&](std::int64_t now, ConsumerActions& out) { machine_.tick(now, out); });
     decide([&](std::int64_t now, CommitActions& out) { commit_.tick(now, out); });
+    try_start();
     tick();
   });
 }
@@ -295,7 +293,7 @@ void SimWorker::perform(const consumer_action::AnnounceRecovery& action) {
     const auto pulls = recovery_pulls_at(plan_, producer, effective_workers_per_replica(*model_.tables));
     return announce(producer, lane_slot_bytes(pulls), pulls);
   }
-  unreachable_.insert(producer);
+  returning_.unreachable(producer);
   after(1, [this, producer, status] { recovery_reserved(producer, status); });
 }
 
@@ -615,7 +613,7 @@ void SimWorker::perform(const consumer_action::LeaveLanes& action) {
 
 void SimWorker::perform(const consumer_action::UpdateDone& action) {
   world_.trace("update_done", consumer_, action.sync_id, action.status.ok());
-  if (action.status.ok() && lost_.empty()) {
+  if (action.status.ok() && !returning_.any_lost()) {
     std::size_t owners = 0;
     const std::vector<bool> visited = listed_groups(names_, *model_.tables);
     for (std::uint32_t g = 0; g < visited.size(); ++g)
@@ -781,9 +779,9 @@ void SimWorker::on_closed(EndpointId endpoint, const Status& why) {
   if (it == producer_of_.end()) return;
   const std::uint32_t producer = it->second;
   producer_of_.erase(it);
-  if (const auto returning = returning_.find(producer);
-      returning != returning_.end() && returning->second.endpoint == endpoint) {
-    returning_failed(producer, why);
+  const auto waiting = waiting_.find(producer);
+  if (waiting != waiting_.end() && waiting->second == endpoint) {
+    drive_returning([&](std::int64_t, ReturningActions& out) { returning_.failed(producer, why, out); });
     return try_start();
   }
   endpoint_of_.erase(producer);
@@ -792,7 +790,7 @@ void SimWorker::on_closed(EndpointId endpoint, const Status& why) {
       StatusCode::kUnavailable,
       fmt::format("trainer {} closed its hot endpoint: {}", producer, why.message()),
       {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = fmt::format("trainer {}", producer)});
-  if (!lost_.contains(producer)) unreachable_.insert(producer);
+  returning_.unreachable(producer);
   drive([&](std::int64_t now, ConsumerActions& out) {
     machine_.producer_unreachable(now, producer, named, out);
   });
@@ -872,12 +870,7 @@ void SimWorker::on_member_lost(const Member& member, Incarnation, const Status& 
                      fmt::format("{} is lost: {}", to_string(member), why.message()),
                      {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = to_string(member)});
   ranks_up_.erase(member.id);
-  lost_.insert(member.id);
-  unreachable_.erase(member.id);
-  if (const auto returning = returning_.find(member.id); returning != returning_.end()) {
-    close_endpoint(returning->second.endpoint);
-    returning_.erase(returning);
-  }
+  drive_returning([&](std::int64_t, ReturningActions& out) { returning_.producer_lost(member.id, out); });
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.producer_lost(now, member.id, named, out); });
   if (member == kSender) {
     decide([&](std::int64_t now, CommitActions& out) { commit_.sender_lost(now, named, out); });
@@ -910,15 +903,11 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
   if (auto* reserved = std::get_if<ReserveReply>(&body)) {
     if (reserved->lane_kind == static_cast<std::uint32_t>(LaneKind::kRecovery))
       return recovery_reserved(from.id, reserved->status);
-    if (const auto returning = returning_.find(from.id);
-        returning != returning_.end() && !returning->second.reserved && !returning->second.failed) {
-      if (reserved->status.ok()) {
-        returning->second.reserved = true;
-      } else {
-        returning_failed(from.id, reserved->status);
-      }
-      return try_start();
-    }
+    bool answers = false;
+    drive_returning([&](std::int64_t, ReturningActions& out) {
+      answers = returning_.reserved(from.id, reserved->status, out);
+    });
+    if (answers) return try_start();
     if (!reserved->status.ok())
       return world_.broken("reserve of worker {}: {}", consumer_, reserved->status.to_string());
     waiting_reserves_.erase(from.id);
@@ -964,14 +953,7 @@ void SimWorker::on_control(const Member& from, Incarnation, ControlBody body) {
 }
 
 void SimWorker::start_update(const StartUpdate& start) {
-  take_in(start.sync_id);
-  for (const std::uint32_t producer : std::exchange(unreachable_, {})) {
-    if (!planned(producer) || connect_to(producer).ok()) {
-      machine_.producer_reachable(producer);
-    } else {
-      unreachable_.insert(producer);
-    }
-  }
+  drive_returning([&](std::int64_t, ReturningActions& out) { returning_.start(start.sync_id, out); });
   std::shared_ptr<const WorkerPlan> part;
   if (!start.names.empty()) {
     auto& kept = parts_[start.names];

@@ -12,6 +12,7 @@
 
 #include "protocol/commit_machine.h"
 #include "protocol/consumer_machine.h"
+#include "protocol/returning_producers.h"
 #include "sim/sim_model.h"
 #include "sim/sim_trainer.h"
 #include "sim/world.h"
@@ -77,6 +78,15 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   void perform(const consumer_action::UpdateDone& action);
   void perform(const consumer_action::FinishDone& action);
   void perform(const consumer_action::ReportFailure& action);
+
+  template <typename Event>
+  void drive_returning(Event event);
+  void perform(const returning_action::Meet& action);
+  void perform(const returning_action::Part& action);
+  void perform(const returning_action::TakeBack& action);
+  void perform(const returning_action::StandIn& action);
+  void perform(const returning_action::Reconnect& action);
+  void perform(const returning_action::Reached& action);
 
   // The sync's end, with its mates. As runtime/replica_link.h.
   struct Mate {
@@ -148,11 +158,7 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   void check_parameter(std::uint32_t parameter, const std::vector<std::uint64_t>& versions,
                        std::string_view when);
   void producer_returned(const TrainerReturned& message);
-  void meet(std::uint32_t producer);
-  void returning_failed(std::uint32_t producer, const Status& why);
-  void take_in(std::uint64_t sync_id);
-  void close_endpoint(EndpointId endpoint);
-  bool planned(std::uint32_t producer) const;
+  void close_endpoint(std::map<std::uint32_t, EndpointId>& endpoints, std::uint32_t producer);
   bool in_fleet(std::uint32_t rank) const;
   void try_start();
   void start_update(const StartUpdate& start);
@@ -175,6 +181,7 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   const Recording& recording_;
   ConsumerMachine machine_;
   CommitMachine commit_;
+  ReturningProducers returning_;
   std::map<std::uint64_t, bool> decided_;
   std::uint64_t version_ = 0;
   std::optional<StartUpdate>
@@ -191,21 +198,12 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   bool joined_ = false, ended_ = false;
 
   std::map<std::uint32_t, EndpointId> endpoint_of_;  // by producer
+  std::map<std::uint32_t, EndpointId> waiting_;      // to those that have returned: for the next sync
   std::map<EndpointId, std::uint32_t> producer_of_;
   std::set<std::uint32_t> waiting_reserves_;
-  // Ranks: gone, and those that no connection leads to until the next sync.
-  std::set<std::uint32_t> lost_, unreachable_;
   std::map<std::uint32_t, Incarnation> ranks_up_;
   std::vector<Incarnation> trainers_;  // the lives that the sender speaks of; empty: no payload yet
   bool met_ = false;
-  // A rank that has come back, until a sync takes it in.
-  struct Returning {
-    std::uint64_t without_until = 0;
-    EndpointId endpoint = 0;
-    bool reserved = false, failed = false;
-    std::uint64_t tried_for = 0;
-  };
-  std::map<std::uint32_t, Returning> returning_;
   std::vector<std::vector<std::byte>> parameters_;
   std::vector<std::vector<std::byte>> stage_;  // as parameters_; empty: chunks land in those
   std::vector<std::byte> receive_ring_;
