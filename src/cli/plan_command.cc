@@ -13,6 +13,7 @@
 #include "cli/fleet_summary.h"
 #include "cli/memory_sampler.h"
 #include "cli/model_input.h"
+#include "cli/output_files.h"
 #include "cli/recordings.h"
 #include "cli/sync_report.h"
 
@@ -125,18 +126,22 @@ Status plan(const PlanArguments& arguments) {
     SHARDPULL_ASSIGN_OR_RETURN(
         recordings, recording_files(arguments.recordings, arguments.fleet.inference, "--recording"));
   }
+  std::vector<std::string> saved;
+  if (!arguments.save_recording.empty()) {
+    SHARDPULL_ASSIGN_OR_RETURN(
+        saved, recording_files({arguments.save_recording}, arguments.fleet.inference, "--save-recording"));
+    std::vector<NamedFile> outputs;
+    for (const std::string& file : saved) outputs.push_back({"--save-recording", file});
+    SHARDPULL_RETURN_IF_ERROR(
+        check_outputs(outputs, fleet_inputs(arguments.model.directory, arguments.fleet, recordings, "")));
+  }
   FleetPlanOptions options = plan_options(arguments.fleet);
   options.recordings = recordings;
   options.withheld = arguments.withhold;
   SHARDPULL_ASSIGN_OR_RETURN(const FleetPlan fleet, plan_fleet(model, options));
-  if (!arguments.save_recording.empty()) {
-    SHARDPULL_ASSIGN_OR_RETURN(
-        const std::vector<std::string> files,
-        recording_files({arguments.save_recording}, arguments.fleet.inference, "--save-recording"));
-    for (std::uint32_t worker = 0; worker < files.size(); ++worker) {
-      SHARDPULL_RETURN_IF_ERROR(
-          save_recording(files[worker], fleet.recording(worker), model, arguments.fleet.inference, worker));
-    }
+  for (std::uint32_t worker = 0; worker < saved.size(); ++worker) {
+    SHARDPULL_RETURN_IF_ERROR(
+        save_recording(saved[worker], fleet.recording(worker), model, arguments.fleet.inference, worker));
   }
   if (!arguments.explain.empty()) {
     bool known = false;

@@ -77,13 +77,9 @@ Status save_recording(const std::string& file, const Recording& recording, const
                                .layout = to_string(replica_of(layout)),
                                .worker = worker};
   SHARDPULL_ASSIGN_OR_RETURN(const std::string text, write_recording(recording, model.metadata, header));
-  // What a link leads to is replaced, not the link; a device or a pipe is neither a recording nor ours to replace.
+  // What a link leads to is replaced, not the link.
   std::error_code error;
   const std::filesystem::path path = std::filesystem::weakly_canonical(file, error);
-  const auto kind = std::filesystem::status(path, error).type();
-  if (kind != std::filesystem::file_type::not_found && kind != std::filesystem::file_type::regular) {
-    return refused(fmt::format("--save-recording: {} is not a regular file", file));
-  }
   return write_text_file(path, text).with_context("--save-recording");
 }
 

@@ -32,7 +32,7 @@ Result<std::vector<std::string>> recording_files(const std::vector<std::string>&
 Result<RecordingFile> load_recording(const std::string& file, const ModelInput& model,
                                      const InferenceLayout& layout, std::uint32_t worker);
 
-// Writes it. The file appears under its name only when it is complete.
+// Writes it. The file, which check_outputs() has let pass, appears under its name only when it is complete.
 Status save_recording(const std::string& file, const Recording& recording, const ModelInput& model,
                       const InferenceLayout& layout, std::uint32_t worker);
 

@@ -28,6 +28,7 @@
 #include "cli/copy_probe.h"
 #include "cli/fleet_plan.h"
 #include "cli/model_input.h"
+#include "cli/output_files.h"
 #include "cli/process_setup.h"
 #include "cli/progress.h"
 #include "cli/recordings.h"
@@ -285,6 +286,11 @@ std::optional<RunError> generate_model(const SyncArguments& arguments, const std
 std::optional<RunError> sync(const SyncArguments& arguments, Progress& progress, RunReport& report,
                              std::vector<std::string>& child_lines) {
   const auto failed = [](const Status& status) { return RunError{"", status.message()}; };
+  std::vector<NamedFile> outputs = dump_files(arguments.dump, 0, workers(arguments.fleet.inference));
+  outputs.push_back({"--trace", arguments.trace});
+  const Status writable = check_outputs(
+      outputs, fleet_inputs(arguments.model.directory, arguments.fleet, arguments.recordings, ""));
+  if (!writable.ok()) return failed(writable);
   if (!arguments.trace.empty()) {  // the sender writes it, long after a wrong name could have been told
     const auto trace = TraceFile::create(arguments.trace);
     if (!trace.ok()) return failed(trace.status());

@@ -20,6 +20,7 @@
 #include "cli/launcher_channel.h"
 #include "cli/memory_sampler.h"
 #include "cli/model_input.h"
+#include "cli/output_files.h"
 #include "cli/process_setup.h"
 #include "cli/sync_report.h"
 #include "cli/trainer_side.h"
@@ -40,6 +41,9 @@ class TrainerRun {
         workers_(workers(arguments.fleet.inference)) {}
 
   Status run() {
+    SHARDPULL_RETURN_IF_ERROR(check_outputs(
+        {{"--trace", arguments_.trace}},
+        fleet_inputs(arguments_.model, arguments_.fleet, {}, arguments_.process.token_file)));
     SHARDPULL_RETURN_IF_ERROR(check_threads());
     SHARDPULL_ASSIGN_OR_RETURN(const FleetOptions fleet, fleet_options(arguments_.fleet, arguments_.process));
     SHARDPULL_ASSIGN_OR_RETURN(const ModelInput model,

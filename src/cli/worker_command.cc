@@ -12,6 +12,7 @@
 #include "cli/launcher_channel.h"
 #include "cli/memory_sampler.h"
 #include "cli/model_input.h"
+#include "cli/output_files.h"
 #include "cli/process_setup.h"
 #include "cli/recordings.h"
 #include "cli/sync_report.h"
@@ -28,6 +29,11 @@ class WorkerRun {
       : arguments_(arguments), launcher_(launcher), name_(fmt::format("worker {}", arguments.id)) {}
 
   Status run() {
+    std::vector<NamedFile> outputs = dump_files(arguments_.dump, arguments_.id, arguments_.id + 1);
+    outputs.push_back({"--trace", arguments_.trace});
+    SHARDPULL_RETURN_IF_ERROR(
+        check_outputs(outputs, fleet_inputs(arguments_.model, arguments_.fleet, arguments_.recordings,
+                                            arguments_.process.token_file)));
     if (!arguments_.dump.empty()) SHARDPULL_RETURN_IF_ERROR(prepare_dump(arguments_.dump));
     // Staged, as many more as copy a commit.
     SHARDPULL_RETURN_IF_ERROR(check_threads(arguments_.fleet.apply == Apply::kStaged ? 8 : 0));

@@ -1,5 +1,9 @@
 #include "observe/trace_file.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -12,6 +16,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/status_macros.h"
+#include "base/unique_fd.h"
 
 namespace shardpull {
 namespace {
@@ -238,8 +243,18 @@ Status failed(const std::string& path, const char* what, int error) {
 }  // namespace
 
 Result<std::unique_ptr<TraceFile>> TraceFile::create(const std::string& path) {
-  std::FILE* const file = std::fopen(path.c_str(), "wb");
+  // A pipe would hold the caller until somebody reads it; only a file can be written as this one is.
+  UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666));
+  struct stat info{};
+  if (!fd && errno != ENXIO) return failed(path, "created", errno);
+  if (!fd || ::fstat(fd.get(), &info) != 0 || !S_ISREG(info.st_mode)) {
+    return Status(StatusCode::kFailedPrecondition,
+                  fmt::format("the trace file {} is not a regular file", path),
+                  {.reason = Reason::kHost, .fault = Fault::kUser});
+  }
+  std::FILE* const file = ::ftruncate(fd.get(), 0) == 0 ? ::fdopen(fd.get(), "wb") : nullptr;
   if (file == nullptr) return failed(path, "created", errno);
+  fd.release();
   std::unique_ptr<TraceFile> trace(new TraceFile(path, file));
   trace->end_ = static_cast<std::int64_t>(std::strlen(kHead));
   if (std::fputs(kHead, file) < 0 || std::fputs(kTail, file) < 0 || std::fflush(file) != 0 ||

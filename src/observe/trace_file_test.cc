@@ -1,8 +1,10 @@
 #include "observe/trace_file.h"
 
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -135,9 +137,24 @@ TEST_F(TraceFileTest, RefusesWhatItCannotWrite) {
     EXPECT_THAT(trace.status().message(),
                 HasSubstr(fmt::format("the trace file {} cannot be created", path.string())));
   }
-  const auto full = TraceFile::create("/dev/full");
+  const std::string pipe = (directory_ / "pipe").string();
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  for (const std::string& path : {pipe, std::string("/dev/full")}) {
+    const auto trace = TraceFile::create(path);
+    ASSERT_FALSE(trace.ok());
+    EXPECT_EQ(trace.status().message(), fmt::format("the trace file {} is not a regular file", path));
+  }
+  // No byte more may be written, as on a full disk.
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &limit), 0);
+  const rlimit none{.rlim_cur = 0, .rlim_max = limit.rlim_max};
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &none), 0);
+  const auto full = TraceFile::create((directory_ / "full.json").string());
+  setrlimit(RLIMIT_FSIZE, &limit);
+  std::signal(SIGXFSZ, handler);
   ASSERT_FALSE(full.ok());
-  EXPECT_THAT(full.status().message(), HasSubstr("No space left"));
+  EXPECT_THAT(full.status().message(), HasSubstr("cannot be written: File too large"));
 }
 
 }  // namespace

@@ -249,6 +249,44 @@ class BadFlags(FleetTest):
             self.assertTrue(outcome.out)
         self.assertNotIn("launcher-fd", self.run_command("trainer", "--help").out)
 
+    def test_no_output_goes_over_an_input(self):
+        """Whatever a flag names to be written is refused before anything starts, naming the flags of both; nothing is changed."""
+        model = self.generate("qwen3-0.6b:tiny")
+        outcome = self.run_command("plan", "--model", model, "--save-recording", "r.jsonl")
+        self.assertEqual(outcome.code, 0, outcome.err)
+        (self.directory / "layout.json").write_text("{}")
+        (self.directory / "token").write_text("0123456789abcdef")
+        tensors = next(path for path in model.iterdir() if path.suffix == ".safetensors")
+        (self.directory / "link").symlink_to(tensors)
+        os.link(tensors, self.directory / "other-name")
+        os.mkfifo(self.directory / "pipe")
+        files = [path for path in [*model.iterdir(), *self.directory.iterdir()] if path.is_file()]
+        before = {path: path.read_bytes() for path in files}
+        by_hand = ("--model", model, "--fleet-dir", self.directory, "--token-file", "token")
+        worker, trainer = ("worker", "--id", 0, *by_hand), ("trainer", "--rank", 0, *by_hand)
+        sync, plan = ("sync", "--model", model), ("plan", "--model", model)
+        for words in [
+            (*sync, "--trace", tensors, "--model"), (*sync, "--trace", model / "new.json", "--model"),
+            (*sync, "--trace", "link", "--model"), (*sync, "--trace", "other-name", "--model"),
+            (*sync, "--recording", "r.jsonl", "--trace", "r.jsonl", "--recording"),
+            (*sync, "--recording", "{worker}.jsonl", "--trace", "0.jsonl", "--recording"),
+            (*sync, "--trainer-layout", "layout.json", "--trace", "./layout.json", "--trainer-layout"),
+            (*sync, "--dump", model, "--model"), (*sync, "--dump", "out", "--trace", "out/worker-0.safetensors", "--dump"),
+            (*worker, "--dump", model, "--model"), (*worker, "--trace", "token", "--token-file"),
+            (*trainer, "--trace", model / "config.json", "--model"), (*trainer, "--trace", "token", "--token-file"),
+            (*plan, "--save-recording", model / "config.json", "--model"),
+            (*plan, "--save-recording", "layout.json", "--trainer-layout", "layout.json", "--trainer-layout"),
+        ]:
+            with self.subTest(" ".join(map(str, words))):
+                *words, other = words
+                flag = next(word for word in reversed(words) if word in ("--trace", "--dump", "--save-recording"))
+                self.assert_refused(self.run_command(*words), f" {flag}: ", other)
+        for words in [(*sync, "--trace", "pipe"), (*worker, "--trace", "pipe"), (*trainer, "--trace", "pipe"), (*plan, "--save-recording", "pipe")]:
+            with self.subTest(" ".join(map(str, words))):
+                self.assert_refused(self.run_command(*words), f"{words[-2]}: pipe is not a regular file")
+        self.assertEqual({path: path.read_bytes() for path in files}, before)
+        self.assertFalse((model / "new.json").exists())
+
     def test_generate_does_not_overwrite(self):
         model = self.generate("minilm:tiny")
         outcome = self.run_command("generate", "--shape", "minilm:tiny", "--out", model)

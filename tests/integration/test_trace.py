@@ -7,6 +7,7 @@ became of the sync."""
 import collections
 import json
 import math
+import os
 import signal
 import unittest
 
@@ -201,8 +202,10 @@ class Trace(TraceChecks, FleetTest):
     def test_a_file_that_cannot_be_written_is_refused_before_the_sync(self):
         outcome = self.run_command("sync", "--shape", "qwen3-0.6b:tiny", "--trace", self.directory / "none" / "trace.json")
         self.assert_refused(outcome, "the trace file", "none/trace.json cannot be created: No such file or directory")
-        outcome = self.run_command("sync", "--shape", "qwen3-0.6b:tiny", "--trace", self.directory)
-        self.assert_refused(outcome, "cannot be created: Is a directory")
+        os.mkfifo(self.directory / "pipe")
+        for name in (".", "pipe"):
+            outcome = self.run_command("sync", "--shape", "qwen3-0.6b:tiny", "--trace", self.directory / name)
+            self.assert_refused(outcome, "--trace:", "is not a regular file")
 
     def test_processes_started_by_hand_write_their_own(self):
         """The sender's file has the fleet, a worker's its own part, on its own clock."""
