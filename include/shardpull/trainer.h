@@ -113,7 +113,7 @@ class SHARDPULL_API Trainer {
   // send_weights, or not at all. The end of the fleet is an error: Reason::kShutdown after one in good order.
   Result<NextSync> next_sync();
 
-  // Sends to "worker N" or "trainer N".
+  // Sends to "worker N" or "trainer N". To a sender that has ended the fleet: the error says why it has.
   Status send_message(const std::string& to, const std::string& topic, const std::string& body);
   // The next message, waiting at most `timeout_ms`; nothing on timeout. An error once for each member
   // that is lost, and when the fleet has ended.

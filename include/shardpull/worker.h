@@ -97,6 +97,7 @@ class SHARDPULL_API Worker {
   const std::atomic<std::uint64_t>& version_guard() const;
   const Recording& recording() const;
 
+  // Sends to "worker N" or "trainer N". To a sender that has ended the fleet: the error says why it has.
   Status send_message(const std::string& to, const std::string& topic, const std::string& body);
 
   // Most bytes the engine itself holds beyond the parameters (receive slots, tensors that did not bake).

@@ -84,4 +84,8 @@ class MessageQueue {
 
 inline constexpr std::size_t kMaxUserMessageBytes = 1u << 20;
 
+// Within which a process whose message to the sender has failed knows that the fleet has ended. Why comes before
+// the end of the link, and is taken in by another thread.
+inline constexpr std::int64_t kEndKnownWithinNs = kNanosPerSecond;
+
 }  // namespace shardpull

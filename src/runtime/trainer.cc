@@ -149,6 +149,8 @@ struct Trainer::Impl final : TransportSink {
   Status expect_end(GroupStream& stream);
   void release(GroupStream* stream, std::uint32_t group);
   void stop(const std::string& reason, const Status& why);
+  // The sender cannot be reached: why it ended the fleet, where it has said so, else `otherwise`.
+  Status why_ended(const Status& otherwise);
   // Waits on `wake` until `ready` (called with `mutex` held), the fleet's end, or `timeout_ms`; the error
   // names `what`.
   Status wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms,
@@ -373,6 +375,12 @@ Status Trainer::Impl::wait_for(const std::function<bool()>& ready, std::uint64_t
     wake.wait_for_ns(mutex, std::min(left, kNanosPerSecond));
   }
   return {};
+}
+
+Status Trainer::Impl::why_ended(const Status& otherwise) {
+  MutexLock lock(mutex);
+  wake.wait_for_ns(mutex, kEndKnownWithinNs, [&]() SHARDPULL_REQUIRES(mutex) { return ended.has_value(); });
+  return ended && !ended->ok() ? *ended : otherwise;
 }
 
 Status Trainer::Impl::join(WeightSource& given) {
@@ -1428,7 +1436,8 @@ Status Trainer::send_message(const std::string& to, const std::string& topic, co
   if (!impl_->control)
     return Status(StatusCode::kFailedPrecondition, "send_message before init",
                   {.reason = Reason::kWrongState});
-  return impl_->control->send(member, UserMessage{topic, body});
+  const Status sent = impl_->control->send(member, UserMessage{topic, body});
+  return sent.ok() || member != kSender ? sent : impl_->why_ended(sent);
 }
 
 Result<std::optional<FleetMessage>> Trainer::receive_message(std::uint64_t timeout_ms) {

@@ -133,6 +133,8 @@ struct Worker::Impl final : TransportSink {
   bool in_fleet(std::uint32_t rank) const;
   // Makes the link to the other workers of the replica.
   Status meet_mates();
+  // The sender cannot be reached: why it ended the fleet, where it has said so, else `otherwise`.
+  Status why_ended(const Status& otherwise);
   // Waits until `ready` (called with `mutex` held), the fleet's end, or the connect timeout; the error says
   // what was waited for.
   Status wait_for(const std::function<bool()>& ready, const std::string& what);
@@ -227,6 +229,12 @@ struct Worker::Impl final : TransportSink {
 
 // ---- init
 // ---------------------------------------------------------------------------------------------------------------
+
+Status Worker::Impl::why_ended(const Status& otherwise) {
+  MutexLock lock(mutex);
+  wake.wait_for_ns(mutex, kEndKnownWithinNs, [&]() SHARDPULL_REQUIRES(mutex) { return ended.has_value(); });
+  return ended && !ended->ok() ? *ended : otherwise;
+}
 
 Status Worker::Impl::wait_for(const std::function<bool()>& ready, const std::string& what) {
   const std::int64_t deadline =
@@ -856,7 +864,8 @@ Status Worker::send_message(const std::string& to, const std::string& topic, con
                   {.reason = Reason::kLimit});
   }
   SHARDPULL_ASSIGN_OR_RETURN(const Member member, member_from_string(to));
-  return impl_->control->send(member, UserMessage{topic, body});
+  const Status sent = impl_->control->send(member, UserMessage{topic, body});
+  return sent.ok() || member != kSender ? sent : impl_->why_ended(sent);
 }
 
 std::uint64_t Worker::engine_bytes() const {
