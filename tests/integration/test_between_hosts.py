@@ -1,7 +1,6 @@
 """Fleets whose trainers and workers are on hosts of their own: every byte, over both UCX libraries, and lost processes."""
 
 # ctest-timeout: 300
-# ctest-processors: 2
 
 import os
 import signal

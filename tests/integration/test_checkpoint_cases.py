@@ -2,7 +2,6 @@
 and compared with tests/reference/cut_reference.py."""
 
 # ctest-timeout: 600
-# ctest-processors: 2
 
 import json
 import shutil

@@ -1,7 +1,6 @@
 """The workers of a replica never hold different versions: the sender dies between its Finish messages, or beside them."""
 
 # ctest-timeout: 300
-# ctest-processors: 2
 
 import queue
 import signal

@@ -1,7 +1,6 @@
 """Control connections that are slow, silent or cut: a proxy between a worker and the hub. Hot connections that break."""
 
 # ctest-timeout: 300
-# ctest-processors: 2
 
 import contextlib
 import ctypes

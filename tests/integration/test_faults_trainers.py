@@ -1,7 +1,6 @@
 """Trainer ranks that are killed or stopped at each point of a sync: everybody ends with their name, and no worker claims the version."""
 
 # ctest-timeout: 600
-# ctest-processors: 2
 
 import signal
 import time

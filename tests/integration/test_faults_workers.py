@@ -1,7 +1,6 @@
 """Workers that are killed, stopped and started again at each point of a sync: what the others get, and when."""
 
 # ctest-timeout: 600
-# ctest-processors: 2
 
 import signal
 import threading

@@ -1,7 +1,6 @@
 """Layout files: ranks that hold pieces as a file says serve the same bytes as ranks that hold everything."""
 
 # ctest-timeout: 600
-# ctest-processors: 2
 
 import filecmp
 import json

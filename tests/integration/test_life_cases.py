@@ -1,7 +1,6 @@
 """Known faults of systems of this kind, in fleets of real processes: inputs that vanish, numbers used twice, bounds of memory."""
 
 # ctest-timeout: 300
-# ctest-processors: 2
 
 import filecmp
 import resource

@@ -1,7 +1,6 @@
 """Ends that nobody planned: Ctrl-C at any moment, killed processes, processes started by hand that never meet."""
 
 # ctest-timeout: 600
-# ctest-processors: 2
 
 import contextlib
 import os

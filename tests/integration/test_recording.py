@@ -1,7 +1,6 @@
 """Recording files: a fleet whose workers replay a file does what one whose workers bake does, to the byte."""
 
 # ctest-timeout: 600
-# ctest-processors: 2
 
 import filecmp
 import json

@@ -1,7 +1,6 @@
 """Trainer ranks that are killed and started again: they join the fleet that goes on, and serve again from the next sync on."""
 
 # ctest-timeout: 600
-# ctest-processors: 2
 
 import signal
 import time

@@ -2,7 +2,6 @@
 became of the sync."""
 
 # ctest-timeout: 300
-# ctest-processors: 2
 
 import collections
 import json
