@@ -109,15 +109,17 @@ class TrainerRun {
     // one not where the fleet outlives losses: the sender may find one after the sync was closed (collect).
     if (trainer_->returned() || (!sender() && continues())) return follow(source);
     for (std::uint32_t sync = 1; sync <= arguments_.versions.syncs;) {
-      const Status done =
-          run_sync(sync, arguments_.versions.version_of(sync), sync > 1 && !names_.empty(), source);
+      const std::uint64_t version = arguments_.versions.version_of(sync);
+      const Status done = run_sync(sync, version, sync > 1 && !names_.empty(), source);
       if (done.ok()) {
         ++sync;
         continue;
       }
-      if (!outlives(done)) return done.with_context(fmt::format("sync {}", sync));
+      // By the version: the message may have the number of the sync, which counts those sent again.
+      if (!outlives(done)) return done.with_context(fmt::format("version {}", version));
       if (sender() && !launcher_.attached()) {
-        std::fprintf(stdout, "sync %u: failed, and is sent again: %s\n", sync, done.message().c_str());
+        std::fprintf(stdout, "version %llu failed, and is sent again: %s\n",
+                     static_cast<unsigned long long>(version), done.message().c_str());
         std::fflush(stdout);
       }
     }

@@ -73,7 +73,7 @@ class WorkerRun {
           // The sender hears of it by a verdict, or by a report that does not come; this process goes on
           // until the fleet ends.
           if (failure_.ok()) {
-            failure_ = done.with_context(fmt::format("sync {}", syncs_));
+            failure_ = done.with_context(fmt::format("version {}", version));
             launcher_.send_error(failure_);
           }
         });

@@ -270,6 +270,8 @@ class FaultTest(FleetTest):
                 continue
             code = process.wait(30 * SLOWNESS)
             self.assertEqual(code, 0, f"{name}: {process.errors}")
+            for line in process.printed:
+                self.assertLessEqual(len(set(re.findall(r"\bsync (\d+)", line))), 1, f"two numbers of a sync: {line}")
         self.shut()
 
     def expect_failure(self, named, within, but=()):

@@ -97,20 +97,25 @@ class KilledWorker(FaultTest):
 
 class NoReplicaLeft(FaultTest):
     def test_one_that_comes_back(self):
-        """The only replica loses a worker: the sync fails, and is sent again once the worker is back."""
-        self.launch(2, inference="tp=2", workers=2, faults={"worker 1": "announce@worker.scattered/2:1"})
+        """The only replica loses a worker: the sync fails, and is sent again once the worker is back; and once more."""
+        self.launch(3, inference="tp=2", workers=2, faults={"worker 1": "announce@worker.scattered/2:1"})
         self.expect_sync()
         self.next_sync()
-        self.announced("worker.scattered", self.processes["worker 1"])
-        self.processes["worker 1"].signal(signal.SIGKILL)
-        self.processes["worker 1"].wait()
-        self.announced("sender.sending").go()  # the same sync again: it waits for the worker
-        self.restart_worker(1)
-        line = self.sync_line()
-        self.check_sync(line, 2)
-        self.assertEqual((line.number, line.version), (2, 1))
+        for number, following in ((2, "announce@worker.scattered/4:1"), (3, "")):
+            self.announced("worker.scattered", self.processes["worker 1"])
+            self.processes["worker 1"].signal(signal.SIGKILL)
+            self.processes["worker 1"].wait()
+            self.announced("sender.sending").go()  # the same sync again: it waits for the worker
+            self.restart_worker(1, following)
+            line = self.sync_line()
+            self.check_sync(line, 2)
+            self.assertEqual((line.number, line.version), (number, number - 1))
+            if number == 2:
+                self.next_sync()
         self.end()
-        self.assertIn("failed, and is sent again: worker 1 was lost in sync 2", "\n".join(self.processes["trainer 0"].printed))
+        said = "\n".join(self.processes["trainer 0"].printed)
+        for version, sync in ((1, 2), (2, 4)):
+            self.assertIn(f"version {version} failed, and is sent again: worker 1 was lost in sync {sync}", said)
         self.assert_nothing_left()
 
     def lose_after_commit(self, lost, on_loss):
