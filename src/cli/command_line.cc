@@ -394,6 +394,8 @@ void add_simulate(CLI::App& app, SimulateArguments& simulate, SimulateFlags& fla
   add_integer(app, "--first-seed", simulate.first_seed, 0, kMaxSeed, "The first one's seed; the others follow");
   add_optional_integer(app, "--seed", simulate.seed, 0, kMaxSeed,
                        "Run this one alone, and show what it draws and its trace's hash");
+  for (const char* several : {"--seeds", "--first-seed"})
+    app.get_option("--seed")->excludes(app.get_option(several));
   app.add_flag("--trace", simulate.trace, "With --seed: a line for each step, on standard error");
   add_integer(app, "--threads", simulate.threads, 0, 1024, "Fleets at once; 0 = one a core");
   for (const char* flag : {"--seeds", "--first-seed", "--seed", "--trace", "--threads"})

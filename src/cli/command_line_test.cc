@@ -276,6 +276,11 @@ TEST(CommandLine, SimulateTakesSeedsOrAFleetAtItsSize) {
   EXPECT_EQ(own.scale->links.latency_ns, 0);
   EXPECT_EQ(own.scale->links.source_bytes_per_s, 3'000'000'000u);
   EXPECT_FALSE(parsed<SimulateArguments>({"simulate", "--seed", "7", "--trace"}).scale.has_value());
+  for (const char* several : {"--seeds", "--first-seed"}) {
+    const Notice refused = notice({"simulate", several, "5", "--seed", "7"});
+    EXPECT_EQ(refused.exit_code, kExitUsage);
+    EXPECT_THAT(refused.text, HasSubstr(std::string(several) + " excludes --seed\n"));
+  }
   EXPECT_THAT(notice({"simulate", "--scale", "F3"}).text, HasSubstr("expected F1|F2|own"));
   EXPECT_THAT(notice({"simulate", "--scale", "F1", "--seed", "1"}).text,
               HasSubstr("--seed: not with --scale"));
