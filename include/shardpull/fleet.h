@@ -42,8 +42,8 @@ struct FleetOptions {
   std::uint64_t stall_timeout_ms = 300'000;   // a running sync without progress for this long fails
   std::uint64_t heartbeat_ms = 500;
   std::uint64_t dead_after_ms = 5'000;
-  // What the programs on top were given and must all have been given alike, as text for people. A process
-  // whose text is another is refused as it joins, with both.
+  // What the programs on top were given and must all have been given alike, as text for people: a setting a
+  // line, best as "name=value". A process whose text is another is refused as it joins, with what differs.
   std::string settings = {};
   // "HOST:PORT" ("[HOST]:PORT" for IPv6) where the sender listens and the others meet it, from any host. A
   // name is resolved. Empty: the directory.

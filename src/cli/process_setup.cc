@@ -167,10 +167,10 @@ Result<std::vector<std::uint32_t>> later_names(const FleetArguments& fleet, cons
 std::string describe_layouts(const FleetArguments& fleet) {
   // A file may lie elsewhere on another host; what it says reaches the workers with the plan's tables.
   const std::string trainer =
-      fleet.trainer.file.empty() ? "--trainer " + to_string(fleet.trainer) : "--trainer-layout";
-  std::string text = fmt::format("{} --inference {} --integrity {}", trainer, to_string(fleet.inference),
+      fleet.trainer.file.empty() ? "--trainer=" + to_string(fleet.trainer) : "--trainer-layout";
+  std::string text = fmt::format("{}\n--inference={}\n--integrity={}", trainer, to_string(fleet.inference),
                                  to_string(fleet.integrity));
-  for (const std::string& pattern : fleet.names) text += " --names " + pattern;
+  for (const std::string& pattern : fleet.names) text += "\n--names=" + pattern;
   return text;
 }
 

@@ -20,7 +20,7 @@ Result<FleetOptions> fleet_options(const FleetArguments& fleet, const ProcessArg
 // Refused: a pattern that matches nothing.
 Result<std::vector<std::uint32_t>> later_names(const FleetArguments& fleet, const ModelInput& model);
 
-// "--trainer pp=2 --inference tp=2,pp=1": what every process of a fleet must have been given alike.
+// What every process of a fleet must have been given alike, one a line: "--trainer=pp=2\n--inference=tp=2".
 std::string describe_layouts(const FleetArguments& fleet);
 
 // Lets this process have as many descriptors as its hard limit allows, and checks that they are enough for its

@@ -32,6 +32,12 @@ namespace {
 constexpr const char* kReportTopic = "report";  // to the sender, after each sync
 constexpr std::int64_t kProgressPeriodNs = 50 * kNanosPerMilli;
 
+// Which versions all ranks send, as FleetOptions::settings.
+std::string shared_settings(const VersionArguments& versions) {
+  return fmt::format("--syncs={}\n--seed={}{}", versions.syncs, versions.seed,
+                     versions.mutate ? "" : "\n--no-mutate");
+}
+
 class TrainerRun {
  public:
   TrainerRun(const TrainerArguments& arguments, LauncherChannel& launcher)
@@ -74,7 +80,7 @@ class TrainerRun {
                          .on_consumer_loss = arguments_.on_consumer_loss,
                          .publish = arguments_.fleet.trainer.publish,
                          .integrity = arguments_.fleet.integrity,
-                         .settings = fmt::format("{}", fmt::join(to_flags(arguments_.versions), " ")),
+                         .settings = shared_settings(arguments_.versions),
                          .trace_file = arguments_.trace}));
     trainer_ = trainer.get();
     SHARDPULL_ASSIGN_OR_RETURN(

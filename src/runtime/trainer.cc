@@ -34,6 +34,7 @@
 #include "runtime/hot_transport.h"
 #include "runtime/producer_server.h"
 #include "runtime/progress_thread.h"
+#include "runtime/settings.h"
 
 namespace shardpull {
 namespace {
@@ -72,13 +73,11 @@ constexpr std::uint64_t kJoinGraceMs = 3'000;
 // A wait that only its event or the fleet's end finishes.
 constexpr std::uint64_t kNoLimit = UINT64_MAX;
 
-// The settings every rank must share; compared byte for byte in the collective, described for the error
-// message.
+// The settings every rank must share; compared byte for byte in the collective.
 std::string shared_settings(const TrainerOptions& options) {
   return fmt::format(
-      "world_size={} num_consumers={} num_replicas={} workers_per_replica={} ring_depth={} lookahead={} "
-      "presize={} "
-      "export_pack_limit={} on_consumer_loss={} transport={} integrity={} {} {}",
+      "world_size={}\nnum_consumers={}\nnum_replicas={}\nworkers_per_replica={}\nring_depth={}\n"
+      "lookahead={}\npresize={}\nexport_pack_limit={}\non_consumer_loss={}\ntransport={}\nintegrity={}\n{}\n{}",
       options.world_size, options.num_consumers, options.num_replicas, options.workers_per_replica,
       options.ring_depth, options.lookahead, options.presize_bytes, options.export_pack_limit_bytes,
       options.on_consumer_loss == OnConsumerLoss::kFail ? "fail" : "continue",
@@ -505,9 +504,9 @@ Status Trainer::Impl::check_return(std::uint32_t rank, const TrainerJoin& messag
   if (!sync->lost(rank)) return refuse(Reason::kWrongState, "it is in the fleet");
   const TrainerJoin& first = joins.at(rank);
   if (message.settings != first.settings) {
+    const auto [now, then] = settings_difference(to_text(message.settings), to_text(first.settings));
     return refuse(Reason::kSettingMismatch,
-                  fmt::format("its settings are [{}], in its first life they were [{}]",
-                              to_text(message.settings), to_text(first.settings)));
+                  fmt::format("its settings have {}, in its first life they had {}", now, then));
   }
   if (message.holding == first.holding) return {};
   const auto now = decode_holding(message.holding.data(), message.holding.size());
@@ -567,9 +566,10 @@ Result<InitTables> Trainer::Impl::resolve() {
   for (const auto& [rank, message] : joins) {
     const std::string theirs = to_text(message.settings);
     if (theirs != mine) {
+      const auto [there, here] = settings_difference(theirs, mine);
       return Status(
           StatusCode::kFailedPrecondition,
-          fmt::format("trainer {} has other settings than trainer 0: [{}] against [{}]", rank, theirs, mine),
+          fmt::format("trainer {} has other settings than trainer 0: {} against {}", rank, there, here),
           {.reason = Reason::kSettingMismatch});
     }
     auto decoded = decode_holding(message.holding.data(), message.holding.size());
@@ -624,9 +624,9 @@ Status Trainer::Impl::check_request(std::uint32_t consumer, const InitRequest& r
                   {.reason = Reason::kSettingMismatch});
   }
   if (request.settings != options.fleet.settings) {
+    const auto [there, here] = settings_difference(request.settings, options.fleet.settings);
     return Status(StatusCode::kFailedPrecondition,
-                  fmt::format("worker {} was started with {}, the trainers with {}", consumer, request.settings,
-                              options.fleet.settings),
+                  fmt::format("worker {} was started with {}, the trainers with {}", consumer, there, here),
                   {.reason = Reason::kSettingMismatch, .fault = Fault::kUser});
   }
   return {};
