@@ -77,7 +77,8 @@ constexpr std::uint64_t kNoLimit = UINT64_MAX;
 std::string shared_settings(const TrainerOptions& options) {
   return fmt::format(
       "world_size={}\nnum_consumers={}\nnum_replicas={}\nworkers_per_replica={}\nring_depth={}\n"
-      "lookahead={}\npresize={}\nexport_pack_limit={}\non_consumer_loss={}\ntransport={}\nintegrity={}\n{}\n{}",
+      "lookahead={}\npresize={}\nexport_pack_limit={}\non_consumer_loss={}\ntransport={}\nintegrity={}\n"
+      "{}\n{}",
       options.world_size, options.num_consumers, options.num_replicas, options.workers_per_replica,
       options.ring_depth, options.lookahead, options.presize_bytes, options.export_pack_limit_bytes,
       options.on_consumer_loss == OnConsumerLoss::kFail ? "fail" : "continue",
