@@ -249,6 +249,7 @@ TEST(Cases, case_096_of_two_updates_at_once_the_second_is_refused) {
 
   SenderMachine sender({.world_size = 1, .num_consumers = 1});
   SenderActions out;
+  sender.worker_joined(0);
   ASSERT_EQ(sender.begin(0, 5, {0}, out), Status());
   EXPECT_THAT(sender.begin(0, 6, {0}, out).message(), HasSubstr("while sync 5 runs"));
 }

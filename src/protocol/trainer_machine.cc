@@ -13,10 +13,12 @@
 #include "protocol/trainer_machine.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "base/plants.h"
 #include "protocol/wording.h"
@@ -184,7 +186,10 @@ struct SenderMachine::State {
   std::vector<Progress> consumers;
   std::vector<RankProgress> ranks;
   std::vector<std::uint32_t> lost, dropped;
-  std::set<Member> gone;  // between syncs too: processes that are known to be down
+  std::set<std::uint32_t> joined;              // workers that are there
+  std::map<std::uint32_t, Status> lost_ranks;  // that are not back, and why
+  Status last_loss;                            // of a worker
+  std::set<Member> lost_between;               // lost while no sync ran, and not back
   Status error;
   std::int64_t since_ns = 0;   // the last event of the wait at hand
   std::int64_t opened_ns = 0;  // when the sync was opened
@@ -315,6 +320,47 @@ struct SenderMachine::State {
     }
     std::sort(dropped.begin(), dropped.end());
   }
+
+  // The running sync goes on without them, or fails.
+  void rank_leaves(std::int64_t now_ns, std::uint32_t rank, const Status& why, SenderActions& out) {
+    if (phase == SyncPhase::kIdle || rank >= ranks.size() || ranks[rank] == RankProgress::kLost) return;
+    const bool ended = ranks[rank] == RankProgress::kEnded;
+    ranks[rank] = RankProgress::kLost;
+    since_ns = now_ns;
+    // One that has ended was needed by nobody any more; the next sync meets its absence.
+    const bool stood_in_for = tables != nullptr && held_without(*tables, members(ranks, RankProgress::kLost));
+    if (!ended && !stood_in_for) {
+      fail(now_ns,
+           Status(StatusCode::kUnavailable,
+                  fmt::format("{} was lost in sync {}: {}", trainer_name(rank), sync_id, why.message()),
+                  {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = trainer_name(rank)}),
+           out);
+    }
+    advance(now_ns, out);
+  }
+
+  void consumer_leaves(std::int64_t now_ns, std::uint32_t consumer, const Status& why, SenderActions& out) {
+    if (phase == SyncPhase::kIdle || consumer >= consumers.size() || consumers[consumer] == Progress::kAbsent)
+      return;
+    if (std::find(lost.begin(), lost.end(), consumer) != lost.end()) return;
+    std::erase(dropped, consumer);  // a mate of one lost before is lost itself now
+    consumers[consumer] = Progress::kLost;
+    const std::string before = lost.empty() ? "" : fmt::format("; {} before", count_noun("worker", lost));
+    lost.push_back(consumer);
+    std::sort(lost.begin(), lost.end());
+    since_ns = now_ns;
+    const Status named(
+        StatusCode::kUnavailable,
+        fmt::format("{} was lost in sync {}: {}{}", worker_name(consumer), sync_id, why.message(), before),
+        {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
+    if (phase != SyncPhase::kDraining) {
+      if (!config.fail_on_consumer_loss) drop_replica(consumer, why, out);
+      const bool any =
+          std::any_of(consumers.begin(), consumers.end(), [&](Progress p) { return in_sync(p); });
+      if (config.fail_on_consumer_loss || !any) fail(now_ns, named, out);
+    }
+    advance(now_ns, out);
+  }
 };
 
 SenderMachine::SenderMachine(SenderConfig config) : state_(std::make_unique<State>()) {
@@ -362,44 +408,74 @@ Status SenderMachine::begin(std::int64_t now_ns, std::uint64_t sync_id, std::vec
   s.dropped.clear();
   s.error = {};
   s.since_ns = s.opened_ns = now_ns;
+  s.lost_between.clear();
   for (std::uint32_t r = 0; r < s.config.world_size; ++r) {
-    if (!s.gone.contains({Role::kTrainer, r})) out.push_back(OpenSync{r});
+    if (!s.lost_ranks.contains(r)) out.push_back(OpenSync{r});
   }
   for (const std::uint32_t c : live) {
-    if (!s.gone.contains({Role::kWorker, c})) out.push_back(StartUpdate{c});
+    if (s.joined.contains(c)) out.push_back(StartUpdate{c});
   }
-  const Status down =
-      Status(StatusCode::kUnavailable, "it was down before the sync began", {.reason = Reason::kPeerLost});
-  for (const Member& member : std::set<Member>(s.gone)) {
-    if (member.role == Role::kTrainer) {
-      rank_lost(now_ns, member.id, down, out);
-    } else {
-      consumer_lost(now_ns, member.id, down, out);
-    }
+  const Status down(StatusCode::kUnavailable, "it was down before the sync began",
+                    {.reason = Reason::kPeerLost});
+  for (const auto& [rank, why] : s.lost_ranks) s.rank_leaves(now_ns, rank, down, out);
+  for (const std::uint32_t c : live) {
+    if (!s.joined.contains(c)) s.consumer_leaves(now_ns, c, down, out);
   }
   return {};
 }
 
-void SenderMachine::worker_up(std::uint32_t consumer) {
-  state_->gone.erase({Role::kWorker, consumer});
+void SenderMachine::worker_joined(std::uint32_t consumer) {
+  state_->joined.insert(consumer);
+  state_->lost_between.erase({Role::kWorker, consumer});
 }
 
 void SenderMachine::take_back(std::uint32_t rank) {
-  state_->gone.erase({Role::kTrainer, rank});
+  state_->lost_ranks.erase(rank);
+  state_->lost_between.erase({Role::kTrainer, rank});
 }
 
 bool SenderMachine::lost(std::uint32_t rank) const {
-  return state_->gone.contains({Role::kTrainer, rank});
+  return state_->lost_ranks.contains(rank);
 }
 
-std::vector<std::uint32_t> SenderMachine::missed_ranks() const {
+std::vector<std::uint32_t> SenderMachine::next_live() const {
   const State& s = *state_;
-  std::vector<std::uint32_t> ranks;
-  for (const Member& member : s.gone) {
-    if (member.role == Role::kTrainer) ranks.push_back(member.id);
+  const auto counts = [&](std::uint32_t c) {
+    return s.joined.contains(c) ||
+           (s.config.fail_on_consumer_loss && s.lost_between.contains({Role::kWorker, c}));
+  };
+  std::vector<std::uint32_t> live;
+  for (std::uint32_t first = 0; first < s.config.num_consumers; first += s.replica()) {
+    const std::size_t before = live.size();
+    for (std::uint32_t c = first; c < std::min(first + s.replica(), s.config.num_consumers); ++c) {
+      if (counts(c)) live.push_back(c);
+    }
+    if (live.size() - before != s.replica()) live.resize(before);
   }
-  if (s.tables != nullptr && held_without(*s.tables, ranks)) ranks.clear();
-  return ranks;
+  return live;
+}
+
+std::string SenderMachine::awaited() const {
+  const State& s = *state_;
+  if (next_live().empty()) return fmt::format("a whole replica of workers; missing: {}", missing_workers());
+  std::vector<std::uint32_t> ranks;
+  for (const auto& [rank, why] : s.lost_ranks) ranks.push_back(rank);
+  if (ranks.empty() || (s.tables != nullptr && held_without(*s.tables, ranks))) return {};
+  const bool fails = s.config.fail_on_consumer_loss &&
+                     std::any_of(s.lost_between.begin(), s.lost_between.end(),
+                                 [](const Member& member) { return member.role == Role::kTrainer; });
+  if (fails) return {};
+  return fmt::format("trainer {} to come back, of whose weights nobody else has all ({})",
+                     fmt::join(ranks, ", trainer "), s.lost_ranks.rbegin()->second.message());
+}
+
+std::string SenderMachine::missing_workers() const {
+  const State& s = *state_;
+  std::string missing;
+  for (std::uint32_t c = 0; c < s.config.num_consumers; ++c) {
+    if (!s.joined.contains(c)) missing += (missing.empty() ? "" : ", ") + worker_name(c);
+  }
+  return s.last_loss.ok() ? missing : fmt::format("{} ({})", missing, s.last_loss.message());
 }
 
 void SenderMachine::rank_began(std::int64_t now_ns, std::uint32_t rank, std::uint64_t sync_id,
@@ -478,49 +554,19 @@ void SenderMachine::failed(std::int64_t now_ns, const Member& from, std::uint64_
 void SenderMachine::rank_lost(std::int64_t now_ns, std::uint32_t rank, const Status& why,
                               SenderActions& out) {
   State& s = *state_;
-  s.gone.insert({Role::kTrainer, rank});
-  if (s.phase == SyncPhase::kIdle || rank >= s.ranks.size() || s.ranks[rank] == RankProgress::kLost) return;
-  const bool ended = s.ranks[rank] == RankProgress::kEnded;
-  s.ranks[rank] = RankProgress::kLost;
-  s.since_ns = now_ns;
-  // One that has ended was needed by nobody any more; the next sync meets its absence.
-  const bool stood_in_for =
-      s.tables != nullptr && held_without(*s.tables, State::members(s.ranks, RankProgress::kLost));
-  if (!ended && !stood_in_for) {
-    s.fail(now_ns,
-           Status(StatusCode::kUnavailable,
-                  fmt::format("{} was lost in sync {}: {}", trainer_name(rank), s.sync_id, why.message()),
-                  {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = trainer_name(rank)}),
-           out);
-  }
-  s.advance(now_ns, out);
+  s.lost_ranks.insert_or_assign(rank, why);
+  if (s.phase == SyncPhase::kIdle) s.lost_between.insert({Role::kTrainer, rank});
+  s.rank_leaves(now_ns, rank, why, out);
 }
 
 void SenderMachine::consumer_lost(std::int64_t now_ns, std::uint32_t consumer, const Status& why,
                                   SenderActions& out) {
   State& s = *state_;
-  s.gone.insert({Role::kWorker, consumer});
-  if (s.phase == SyncPhase::kIdle || consumer >= s.consumers.size() || s.consumers[consumer] == Progress::kAbsent)
-    return;
-  if (std::find(s.lost.begin(), s.lost.end(), consumer) != s.lost.end()) return;
-  std::erase(s.dropped, consumer);  // a mate of one lost before is lost itself now
-  s.consumers[consumer] = Progress::kLost;
-  const std::string before = s.lost.empty() ? "" : fmt::format("; {} before", count_noun("worker", s.lost));
-  s.lost.push_back(consumer);
-  std::sort(s.lost.begin(), s.lost.end());
-  s.since_ns = now_ns;
-  const Status lost =
-      Status(StatusCode::kUnavailable,
-             fmt::format("{} was lost in sync {}: {}{}", worker_name(consumer), s.sync_id, why.message(),
-                         before),
-             {.reason = Reason::kPeerLost, .fault = Fault::kPeer, .peer = worker_name(consumer)});
-  if (s.phase != SyncPhase::kDraining) {
-    if (!s.config.fail_on_consumer_loss) s.drop_replica(consumer, why, out);
-    const bool any =
-        std::any_of(s.consumers.begin(), s.consumers.end(), [&](Progress p) { return s.in_sync(p); });
-    if (s.config.fail_on_consumer_loss || !any) s.fail(now_ns, lost, out);
-  }
-  s.advance(now_ns, out);
+  s.last_loss = why;
+  if (s.joined.erase(consumer) != 0 && s.phase == SyncPhase::kIdle &&
+      !SHARDPULL_PLANT("forgets-who-was-lost-between"))
+    s.lost_between.insert({Role::kWorker, consumer});
+  s.consumer_leaves(now_ns, consumer, why, out);
 }
 
 void SenderMachine::tick(std::int64_t now_ns, SenderActions& out) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <variant>
 #include <vector>
 
@@ -139,19 +140,28 @@ class SenderMachine {
   // living mates get FailConsumer and nothing they report counts any more. A lost rank that others can stand
   // in for is out of the sync: the consumers, who hear of it themselves, pull from those.
   //
+  // Those of `live` (next_live(), or some whole replicas of it) that are not there are lost as it begins.
+  //
   // Refused: a sync is running, sync id not above the last, a live set that is empty, not ascending, out of
   // range, or not whole replicas.
   Status begin(std::int64_t now_ns, std::uint64_t sync_id, std::vector<std::uint32_t> live,
                SenderActions& out);
-  // The worker's process is up (again). Those lost and not up since are lost to the next sync as it begins.
-  void worker_up(std::uint32_t consumer);
+  // The worker has joined: it is in the syncs that begin from now on, until it is lost.
+  void worker_joined(std::uint32_t consumer);
   // A rank that was lost has joined again, as another process: it is in the next sync that begins, not in the
   // one that runs.
   void take_back(std::uint32_t rank);
   bool lost(std::uint32_t rank) const;  // and not back
-  // The lost ranks, ascending, where the others do not hold all weights without them: a sync that begins now
-  // fails. Empty otherwise.
-  std::vector<std::uint32_t> missed_ranks() const;
+  // The workers of a sync that begins now, ascending: the whole replicas of those that have joined. With
+  // fail_on_consumer_loss one that was lost since the last sync, and is not back, counts as there: the sync
+  // begins, and fails for its loss. Empty: there is no whole replica.
+  std::vector<std::uint32_t> next_live() const;
+  // What has to come back before a sync can begin, in words; empty: nothing. That is a whole replica, or a
+  // lost rank of whose weights the others do not hold all. A rank that was lost since the last sync is not
+  // waited for with fail_on_consumer_loss: the sync begins, and fails for its loss.
+  std::string awaited() const;
+  // "worker 1, worker 3 (WHY)": those that have not joined, or are lost; why the last of them was lost.
+  std::string missing_workers() const;
   // The rank's producer has begun the sync: from here on its own watchdog covers it. Required of every rank.
   void rank_began(std::int64_t now_ns, std::uint32_t rank, std::uint64_t sync_id, SenderActions& out);
   void update_started(std::int64_t now_ns, std::uint32_t consumer, std::uint64_t sync_id,

@@ -260,7 +260,9 @@ RC_GTEST_PROP(TrainerCreditStorm, NeverMoreThanTheBoundAndAlwaysToTheEnd, ()) {
 
 struct SenderBench {
   explicit SenderBench(SenderConfig config = {.world_size = 2, .num_consumers = 4, .workers_per_replica = 2})
-      : config(config), machine(config) {}
+      : config(config), machine(config) {
+    for (std::uint32_t c = 0; c < config.num_consumers; ++c) machine.worker_joined(c);
+  }
   void begin(std::uint64_t sync, std::vector<std::uint32_t> live = {0, 1, 2, 3}) {
     id = sync;
     EXPECT_EQ(machine.begin(now, sync, std::move(live), out), Status());
@@ -655,9 +657,88 @@ TEST(SenderLoss, AMemberKnownToBeDownIsLostAsTheSyncBegins) {
   EXPECT_THAT(b.done().lost_consumers, ElementsAre(3u));
 
   b.out.clear();
-  b.machine.worker_up(3);
+  b.machine.worker_joined(3);
   b.begin(2);
   EXPECT_EQ(b.count<StartUpdate>(), 4u);
+}
+
+TEST(SenderNext, AreTheWholeReplicasOfThoseThatHaveJoined) {
+  SenderMachine machine({.world_size = 1, .num_consumers = 4, .workers_per_replica = 2});
+  SenderActions out;
+  EXPECT_THAT(machine.next_live(), IsEmpty());
+  EXPECT_EQ(machine.awaited(), "a whole replica of workers; missing: worker 0, worker 1, worker 2, worker 3");
+  for (const std::uint32_t c : {0u, 2u, 3u}) machine.worker_joined(c);
+  EXPECT_THAT(machine.next_live(), ElementsAre(2, 3));
+  EXPECT_EQ(machine.awaited(), "");
+  EXPECT_EQ(machine.missing_workers(), "worker 1");
+  machine.consumer_lost(0, 3, kBroken, out);
+  EXPECT_THAT(machine.next_live(), IsEmpty());
+  EXPECT_THAT(machine.awaited(), HasSubstr("missing: worker 1, worker 3 (" + kBroken.message() + ")"));
+  machine.worker_joined(3);
+  EXPECT_THAT(machine.next_live(), ElementsAre(2, 3));
+}
+
+TEST(SenderNext, ALossBetweenTwoSyncsFailsTheNextOneWhereThatIsAskedFor) {
+  for (const bool fails : {false, true}) {
+    SCOPED_TRACE(fails);
+    SenderBench b(
+        {.world_size = 2, .num_consumers = 4, .workers_per_replica = 2, .fail_on_consumer_loss = fails});
+    b.machine.consumer_lost(0, 3, kBroken, b.out);
+    const std::vector<std::uint32_t> all{0, 1, 2, 3}, left{0, 1};
+    EXPECT_EQ(b.machine.next_live(), fails ? all : left);
+    b.begin(1, b.machine.next_live());
+    EXPECT_EQ(b.count<StartUpdate>(), fails ? 3u : 2u);
+    ASSERT_EQ(b.count<FailConsumer>(), fails ? 3u : 0u);
+    if (!fails) continue;
+    EXPECT_THAT(of_kind<FailConsumer>(b.out)[0].status.message(), HasSubstr("worker 3 was lost in sync 1"));
+    b.drain();
+    EXPECT_EQ(b.machine.next_live(), left) << "the next one is not for it";
+  }
+}
+
+TEST(SenderNext, OneThatIsBackFailsNothing) {
+  SenderBench b(
+      {.world_size = 2, .num_consumers = 4, .workers_per_replica = 2, .fail_on_consumer_loss = true});
+  b.machine.consumer_lost(0, 3, kBroken, b.out);
+  b.machine.rank_lost(0, 1, kBroken, b.out);
+  b.machine.worker_joined(3);
+  b.machine.take_back(1);
+  b.begin(1, b.machine.next_live());
+  EXPECT_EQ(b.count<StartUpdate>(), 4u);
+  EXPECT_EQ(b.count<OpenSync>(), 2u);
+  EXPECT_EQ(b.count<FailConsumer>(), 0u);
+}
+
+TEST(SenderNext, ALossInASyncIsNotMetAgain) {
+  SenderBench b(
+      {.world_size = 2, .num_consumers = 4, .workers_per_replica = 2, .fail_on_consumer_loss = true});
+  b.begin(1);
+  b.machine.consumer_lost(0, 3, kBroken, b.out);
+  b.drain();
+  b.out.clear();
+  EXPECT_THAT(b.machine.next_live(), ElementsAre(0, 1));
+  b.begin(2, b.machine.next_live());
+  EXPECT_EQ(b.count<FailConsumer>(), 0u);
+}
+
+TEST(SenderNext, ARankThatNobodyStandsInForIsWaitedForUnlessItsLossIsToFailASync) {
+  for (const bool fails : {false, true}) {
+    SCOPED_TRACE(fails);
+    SenderBench b(
+        {.world_size = 2, .num_consumers = 4, .workers_per_replica = 2, .fail_on_consumer_loss = fails});
+    b.machine.rank_lost(0, 1, kBroken, b.out);
+    if (fails) {
+      EXPECT_EQ(b.machine.awaited(), "");
+      b.begin(1);
+      EXPECT_THAT(of_kind<FailConsumer>(b.out).at(0).status.message(),
+                  HasSubstr("trainer 1 was lost in sync 1"));
+      b.drain();
+    }
+    EXPECT_EQ(b.machine.awaited(),
+              "trainer 1 to come back, of whose weights nobody else has all (" + kBroken.message() + ")");
+    b.machine.take_back(1);
+    EXPECT_EQ(b.machine.awaited(), "");
+  }
 }
 
 TEST(SenderLoss, OfARankFailsTheSyncNamingItUnlessCommitsAreUnderWay) {

@@ -133,11 +133,6 @@ struct Trainer::Impl final : TransportSink {
   Status check_open(const SyncOpen& open, std::uint64_t version, const NameSet& names) const;
   // "all names", "3 of 40 names: 'a', 'b', 'c'".
   std::string names_text(const NameSet& names) const;
-  // The ready workers whose whole replica is ready, ascending: the live set. On the progress thread.
-  std::vector<std::uint32_t> whole_replicas() const;
-  // "worker 1, worker 3": those that are not ready; with why the last one of them was lost. On the progress
-  // thread.
-  std::string missing_workers() const;
   // What this rank did in the sync so far, into `timeline`; and its part of it, into `mine`.
   void end_timeline(const SyncOpen& open, RankReport& mine);
   // Tells the sender, and the trace file, what the sync that has ended was.
@@ -207,12 +202,6 @@ struct Trainer::Impl final : TransportSink {
   std::map<std::uint32_t, Incarnation> rank_lives;
   bool joins_answered = false;
   std::map<std::uint32_t, InitRequest> early_requests;  // sender: before the tables exist
-  Status last_loss;                                     // sender: of a worker
-  std::map<std::uint32_t, Status> rank_losses;          // sender: the latest, by rank
-  std::set<std::uint32_t> ready_workers;                // sender: InitDone OK and not lost since
-  // Sender, where a loss fails a sync: who was lost while none ran, and is not back. The next one fails for
-  // it.
-  std::set<Member> lost_between;
   std::unique_ptr<TrainerMachine> trainer;
   std::unique_ptr<SenderMachine> sync;  // sender
   std::uint64_t last_sync_id = 0;       // sender
@@ -305,7 +294,6 @@ Status Trainer::Impl::start() {
           .up =
               [this](const Member& member, Incarnation from_incarnation) {
                 if (member.role == Role::kWorker) server->consumer_up(member.id, from_incarnation);
-                if (sync && member.role == Role::kWorker) sync->worker_up(member.id);
               },
           .lost = [this](const Member& member, const Status& why) { on_lost(member, why); }});
   progress->start();
@@ -546,7 +534,6 @@ void Trainer::Impl::take_back(std::uint32_t rank, Incarnation life, const Traine
     answer.tables = encode_tables(*tables);
   }
   sync->take_back(rank);
-  lost_between.erase(member);
   // The rank hears first: whoever reserves there finds its producer started.
   send(member, std::move(answer));
   for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker)
@@ -658,10 +645,7 @@ void Trainer::Impl::answer_init_request(std::uint32_t consumer, const InitReques
 }
 
 void Trainer::Impl::worker_done(std::uint32_t consumer, const InitDone& done) {
-  if (done.status.ok()) {
-    ready_workers.insert(consumer);
-    lost_between.erase({Role::kWorker, consumer});
-  }
+  if (done.status.ok()) sync->worker_joined(consumer);
   {
     MutexLock lock(mutex);
     joined_workers.insert(consumer);
@@ -685,18 +669,13 @@ void Trainer::Impl::end(const Status& why) {
 void Trainer::Impl::on_lost(const Member& member, const Status& why) {
   const Status named = lost(member, why);
   const bool idle = sync && !sync->running();
-  const bool between = options.on_consumer_loss == OnConsumerLoss::kFail && idle;
   if (member.role == Role::kWorker) {
     server->consumer_lost(member.id, named);
-    if (ready_workers.erase(member.id) != 0 && between) lost_between.insert(member);
-    last_loss = named;
     if (sync)
       drive_sender(
           [&](std::int64_t now, SenderActions& out) { sync->consumer_lost(now, member.id, named, out); });
   } else {
     if (sync) {
-      rank_losses[member.id] = named;
-      if (between) lost_between.insert(member);
       drive_sender(
           [&](std::int64_t now, SenderActions& out) { sync->rank_lost(now, member.id, named, out); });
     }
@@ -889,30 +868,6 @@ void Trainer::Impl::perform(const SenderAction& action) {
 // ---- send_weights, on the caller's thread
 // -----------------------------------------------------------------------------------
 
-std::vector<std::uint32_t> Trainer::Impl::whole_replicas() const {
-  const std::uint32_t per_replica = options.num_consumers / options.num_replicas;
-  // A sync that is to fail for a loss begins with whom it was to reach.
-  std::set<std::uint32_t> ready = ready_workers;
-  for (const Member& member : lost_between) {
-    if (member.role == Role::kWorker) ready.insert(member.id);
-  }
-  std::vector<std::uint32_t> whole;
-  for (std::uint32_t first = 0; first < options.num_consumers; first += per_replica) {
-    const auto from = ready.lower_bound(first), to = ready.lower_bound(first + per_replica);
-    if (std::distance(from, to) == static_cast<std::ptrdiff_t>(per_replica))
-      whole.insert(whole.end(), from, to);
-  }
-  return whole;
-}
-
-std::string Trainer::Impl::missing_workers() const {
-  std::string missing;
-  for (std::uint32_t worker = 0; worker < options.num_consumers; ++worker) {
-    if (ready_workers.count(worker) == 0) missing += fmt::format("{}worker {}", missing.empty() ? "" : ", ", worker);
-  }
-  return last_loss.ok() ? missing : fmt::format("{} ({})", missing, last_loss.message());
-}
-
 Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
   const std::int64_t deadline =
       clock.now_ns() + static_cast<std::int64_t>(options.fleet.connect_timeout_ms) * kNanosPerMilli;
@@ -925,23 +880,10 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
     }
     Status status;
     std::string missing;
-    bool begun = false;
     progress->run([&] {
-      live = whole_replicas();
-      missing = missing_workers();
-      if (live.empty()) {
-        missing = fmt::format("a whole replica of workers; missing: {}", missing);
-        return;
-      }
-      const bool fails = std::any_of(lost_between.begin(), lost_between.end(),
-                                     [](const Member& member) { return member.role == Role::kTrainer; });
-      if (const std::vector<std::uint32_t> ranks = sync->missed_ranks(); !ranks.empty() && !fails) {
-        missing = fmt::format("trainer {} to come back, of whose weights nobody else has all ({})",
-                              fmt::join(ranks, ", trainer "), rank_losses[ranks.back()].message());
-        return;
-      }
-      begun = true;
-      lost_between.clear();
+      missing = sync->awaited();
+      if (!missing.empty()) return;
+      live = sync->next_live();
       report = {};
       report.sync_id = ++last_sync_id;
       if (trace) trace->begin(report.sync_id);
@@ -956,11 +898,11 @@ Status Trainer::Impl::open_sync(std::uint64_t version, const NameSet& names) {
         status = sync->begin(now, report.sync_id, live, out);
       });
       if (live.size() < options.num_consumers) {
-        log_warn("sync {} runs with {} of {} workers, without the replicas of {}", report.sync_id, live.size(),
-                 options.num_consumers, missing);
+        log_warn("sync {} runs with {} of {} workers, without the replicas of {}", report.sync_id,
+                 live.size(), options.num_consumers, sync->missing_workers());
       }
     });
-    if (begun) return status;
+    if (missing.empty()) return status;
     // Who was lost may be on its way again.
     const std::int64_t left = std::max<std::int64_t>(0, deadline - clock.now_ns());
     status = wait_for([&]() SHARDPULL_REQUIRES(mutex) { return times_joined != joined; },

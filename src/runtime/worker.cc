@@ -624,7 +624,9 @@ void Worker::Impl::on_control(const Member& from, Incarnation life, ControlBody 
 
 void Worker::Impl::try_start() {
   if (!deferred || pending_results != 0) return;
-  // A mate of one that was lost may still drain the sync that it was taken out of: its result follows.
+  // A mate of one that was lost may still drain the sync that it was taken out of, or ask its mates how that
+  // ended: its result follows.
+  if (replica->deciding()) return;
   const WorkerState state = engine->machine().state();
   if (state == WorkerState::kUpdating || state == WorkerState::kCommitting) return;
   if (!engine->ready_for(deferred->sync_id)) return;

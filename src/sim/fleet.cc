@@ -38,8 +38,7 @@ bool Fleet::wait_for(const std::function<bool()>& over, const std::string& what)
 
 bool Fleet::start() {
   for (auto& worker : workers_) worker->start();
-  const std::uint32_t all = model_.tables->num_consumers;
-  return wait_for([&] { return trainers_[0]->whole_replicas(all).size() == all; }, "init");
+  return wait_for([&] { return trainers_[0]->all_joined(); }, "init");
 }
 
 // ---- what happens -------------------------------------------------------------------------------
@@ -109,6 +108,24 @@ void Fleet::strike(const Fault& fault) {
   }
 }
 
+// Somebody dies while no sync runs. The next one may begin before the sender has heard of it. False: a rule
+// was broken.
+bool Fleet::strike_between() {
+  if (over()) return true;
+  Fault fault;
+  fault.worker = static_cast<std::uint32_t>(random_.below(workers_.size()));
+  fault.rank = static_cast<std::uint32_t>(random_.below(trainers_.size()));
+  fault.kind = fault.rank != 0 && random_.chance(0.3) ? FaultKind::kCrashRank : FaultKind::kCrashWorker;
+  const bool of_rank = fault.kind == FaultKind::kCrashRank;
+  if (of_rank ? trainers_[fault.rank]->down() : workers_[fault.worker]->broken()) return true;
+  strike(fault);
+  const auto heard = [&] {
+    return over() || (of_rank ? trainers_[0]->in_fleet(fault.rank) != trainers_[fault.rank]->incarnation()
+                              : trainers_[0]->joined(fault.worker) != workers_[fault.worker]->incarnation());
+  };
+  return random_.chance(0.3) || wait_for(heard, "the sender to hear of a loss");
+}
+
 // Another process takes the worker's place. What is left of the one before ends.
 void Fleet::restart(std::uint32_t consumer) {
   if (over()) return;
@@ -152,6 +169,7 @@ bool Fleet::heal_ranks(bool everybody) {
     if (was_hit(r) && (everybody || random_.chance(0.5))) restart_rank(r);
   }
   const auto settled = [&] {
+    if (over()) return true;
     for (std::uint32_t r = 1; r < trainers_.size(); ++r) {
       if (!was_hit(r) && !joined(r)) return false;
     }
@@ -199,9 +217,8 @@ bool Fleet::heal(bool everybody) {
     for (std::uint32_t c = 0; everybody && c < all; ++c) {
       if (workers_[c]->broken()) restart(c);
     }
-    if (everybody &&
-        !wait_for([&] { return over() || (settled() && trainers_[0]->whole_replicas(all).size() == all); },
-                  "everybody to join again"))
+    if (everybody && !wait_for([&] { return over() || (settled() && trainers_[0]->all_joined()); },
+                               "everybody to join again"))
       return false;
   }
   for (std::uint32_t c = 0; c < all; ++c) {
@@ -230,6 +247,21 @@ void Fleet::note_before() {
   }
 }
 
+void Fleet::note_opening(std::uint32_t allowed) {
+  const SimTrainer& sender = *trainers_[0];
+  opening_ = {.lost_between = sender.lost_between(),
+              .joined = {},
+              .lost_ranks = {},
+              .rank_lives = rank_lives_,
+              .allowed = allowed};
+  for (std::uint32_t c = 0; c < workers_.size(); ++c) {
+    if (sender.joined(c) != 0) opening_.joined.insert(c);
+  }
+  for (std::uint32_t r = 0; r < trainers_.size(); ++r) {
+    if (sender.in_fleet(r) == 0) opening_.lost_ranks.insert(r);
+  }
+}
+
 void Fleet::call(std::uint32_t rank, std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed,
                  const NameSet& names) {
   if (sync_id != sync_id_ || called_[rank]) return;  // withdrawn
@@ -237,6 +269,7 @@ void Fleet::call(std::uint32_t rank, std::uint64_t sync_id, std::uint64_t versio
   if (rank == 0) note_before();
   SimTrainer& trainer = *trainers_[rank];
   if (trainer.down() || trainer.follows()) return;
+  if (rank == 0) note_opening(allowed);
   trainer.send_weights(sync_id, version, allowed, names);
   if (rank != 0 || !trainer.outcome() || !trainer.outcome()->live.empty()) return;
   for (std::uint32_t r = 1; r < trainers_.size(); ++r) {  // there is no sync: the program on top says so
@@ -252,7 +285,7 @@ bool Fleet::absent(std::uint32_t rank) const {
   if (!trainer.follows() || trainer.in_sync() || trainer.returned_of() == sync_id_) return false;
   if (trainer.ended()) return true;
   const auto& outcome = trainers_[0]->outcome();
-  return outcome && (outcome->live.empty() ||
+  return outcome && (outcome->live.empty() || opening_.rank_lives[rank] != rank_lives_[rank] ||
                      std::binary_search(outcome->lost_ranks.begin(), outcome->lost_ranks.end(), rank));
 }
 
@@ -272,8 +305,16 @@ bool Fleet::sync(std::uint64_t sync_id, std::uint64_t version, std::uint32_t all
   sync_id_ = sync_id;
   called_.assign(trainers_.size(), false);
   struck_.step = false;
-  struck_.estranged = std::exchange(estranged_, false);  // until its end is known
-  struck_.cut = std::exchange(cut_, {});                 // one that broke late may be noticed late
+  // An estranged rank's end may not be known yet. A connection that broke late may be noticed late, and is
+  // opened again in the next sync that its worker is in.
+  const auto& before = trainers_[0]->outcome();
+  if (!before || !before->live.empty()) struck_.estranged = false;
+  std::erase_if(struck_.cut, [&](const auto& cut) {
+    return !before || std::binary_search(before->live.begin(), before->live.end(), cut.first);
+  });
+  struck_.estranged |= std::exchange(estranged_, false);
+  struck_.cut.merge(std::exchange(cut_, {}));
+  if (model_.options.faults && !last && random_.chance(0.25) && !strike_between()) return false;
   const std::uint64_t first_step = world_.steps();
   const std::int64_t began_ns = world_.now_ns();
   if (model_.options.faults && !last) {
@@ -317,6 +358,7 @@ void Fleet::count(SimReport& report) const {
   report.rejoined = rejoined_;
   report.ranks_returned = ranks_returned_;
   report.syncs_without_a_rank = rank_lossy_;
+  report.syncs_lost_between = lost_between_;
   report.faults = static_cast<std::uint32_t>(faults_.size());
   report.struck = faults_;
   report.longest_sync_ns = longest_ns_;
@@ -350,6 +392,7 @@ void Fleet::check(std::uint64_t version, const NameSet& names) {
     return check_modules(version, names, trainers_[0]->committing());
   }
   const SyncOutcome& outcome = *trainers_[0]->outcome();
+  check_opening(outcome);
   if (outcome.status.ok()) {
     ++completed_;
     check_success(version, outcome, names);
@@ -358,6 +401,35 @@ void Fleet::check(std::uint64_t version, const NameSet& names) {
     if (!outcome.live.empty()) check_failure(outcome.status, names);
   }
   check_modules(version, names, outcome.committing);
+}
+
+// Whom the sync was opened with, whether it could be, and what became of those that were lost before it.
+void Fleet::check_opening(const SyncOutcome& outcome) {
+  const bool strict = model_.options.fail_on_loss;
+  Struck between;
+  for (const Member& member : opening_.lost_between)
+    (member.role == Role::kWorker ? between.workers : between.ranks).insert(member.id);
+  const bool held = held_without(*model_.tables, {opening_.lost_ranks.begin(), opening_.lost_ranks.end()});
+  const std::uint32_t replica = model_.tables->num_consumers / model_.tables->num_replicas;
+  std::vector<std::uint32_t> live;
+  for (std::uint32_t first = 0; first + replica <= opening_.allowed; first += replica) {
+    bool whole = true;
+    for (std::uint32_t c = first; c < first + replica; ++c)
+      whole = whole && (opening_.joined.contains(c) || (strict && between.workers.contains(c)));
+    for (std::uint32_t c = first; whole && c < first + replica; ++c) live.push_back(c);
+  }
+  if (!held && !(strict && !between.ranks.empty())) live.clear();  // the lost rank is waited for
+  if (outcome.live != live)
+    return world_.broken("a sync was opened with {} workers, not {}", outcome.live.size(), live.size());
+  const bool fails = strict && !live.empty() &&
+                     (!held || std::any_of(live.begin(), live.end(),
+                                           [&](std::uint32_t c) { return between.workers.contains(c); }));
+  if (!fails) return;
+  ++lost_between_;
+  // The first error is kept, and that of the opening is the first. It may be that of a rank lost earlier.
+  between.ranks.insert(opening_.lost_ranks.begin(), opening_.lost_ranks.end());
+  if (outcome.status.ok() || !names_struck(outcome.status.message(), between))
+    world_.broken("members were lost before the sync, and it came to: {}", outcome.status.to_string());
 }
 
 void Fleet::check_ranks() {

@@ -44,7 +44,17 @@ class Fleet {
     std::uint64_t version = 0;  // of that
   };
 
+  // What a sync is opened in.
+  struct Opening {
+    std::set<Member> lost_between;
+    std::set<std::uint32_t> joined;  // workers that are there
+    std::set<std::uint32_t> lost_ranks;
+    std::vector<std::uint32_t> rank_lives;
+    std::uint32_t allowed = 0;
+  };
+
   void strike(const Fault& fault);
+  bool strike_between();
   void hit(std::uint32_t consumer);
   void restart(std::uint32_t consumer);
   void hit_rank(std::uint32_t rank);
@@ -54,11 +64,13 @@ class Fleet {
   bool sync_is_over() const;
   bool absent(std::uint32_t rank) const;
   void note_before();
+  void note_opening(std::uint32_t allowed);
   void call(std::uint32_t rank, std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed,
             const NameSet& names);
   bool wait_for(const std::function<bool()>& over, const std::string& what);
 
   void check(std::uint64_t version, const NameSet& names);
+  void check_opening(const SyncOutcome& outcome);
   void check_ranks();
   void check_modules(std::uint64_t version, const NameSet& names, bool committing);
   void check_success(std::uint64_t version, const SyncOutcome& outcome, const NameSet& names);
@@ -86,13 +98,14 @@ class Fleet {
   std::uint64_t sync_id_ = 0;
   std::vector<bool> called_;  // by trainer
   std::vector<Before> before_;
+  Opening opening_;
   Struck struck_;                                          // what is not healed yet, too
   std::set<std::pair<std::uint32_t, std::uint32_t>> cut_;  // struck_.cut, in this sync
   bool estranged_ = false;                                 // likewise
   bool ending_ = false;  // a fault of the kind that ends a fleet has been drawn
 
   std::uint32_t completed_ = 0, failed_ = 0, refused_ = 0, corrupt_ = 0, lossy_ = 0, rejoined_ = 0;
-  std::uint32_t rank_lossy_ = 0, ranks_returned_ = 0;
+  std::uint32_t rank_lossy_ = 0, ranks_returned_ = 0, lost_between_ = 0;
   std::vector<std::string> faults_;
   std::int64_t longest_ns_ = 0;
 };

@@ -319,11 +319,10 @@ class Scale {
   // ---- running ----------------------------------------------------------------------------------
 
   Status sync() {
-    std::vector<std::uint32_t> live(tables_.num_consumers);
-    for (std::uint32_t c = 0; c < live.size(); ++c) live[c] = c;
-    live_ = live;
+    for (std::uint32_t c = 0; c < tables_.num_consumers; ++c) sender_.worker_joined(c);
+    live_ = sender_.next_live();
     sender_.set_tables(fleet_.tables);
-    drive_sender([&](SenderActions& out) { note(sender_.begin(now_ns_, kSyncId, std::move(live), out)); });
+    drive_sender([&](SenderActions& out) { note(sender_.begin(now_ns_, kSyncId, live_, out)); });
     while (status_.ok() && !done_) {
       const std::array<std::int64_t, 6> next = {front(cold_),     front(hot_),
                                                 front(leaving_),  front(arriving_),

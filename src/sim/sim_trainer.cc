@@ -129,17 +129,6 @@ void SimTrainer::send(const Member& to, ControlBody body) {
 
 // ---- one sync -----------------------------------------------------------------------------------
 
-std::vector<std::uint32_t> SimTrainer::whole_replicas(std::uint32_t allowed) const {
-  std::vector<std::uint32_t> live;
-  const std::uint32_t size = model_.tables->num_consumers / model_.tables->num_replicas;
-  for (std::uint32_t first = 0; first + size <= allowed; first += size) {
-    bool whole = true;
-    for (std::uint32_t c = first; c < first + size; ++c) whole = whole && ready_.contains(c);
-    for (std::uint32_t c = first; whole && c < first + size; ++c) live.push_back(c);
-  }
-  return live;
-}
-
 void SimTrainer::send_weights(std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed,
                               NameSet names) {
   world_.trace("send_weights", rank_, sync_id);
@@ -150,13 +139,17 @@ void SimTrainer::send_weights(std::uint64_t sync_id, std::uint64_t version, std:
   if (sender_) {
     outcome_.reset();
     committing_ = false;
-    sent_ = Call{sync_id, version, whole_replicas(allowed), std::move(names)};
-    if (sent_.live.empty()) {
-      withdraw(sync_id,
-               Status(StatusCode::kUnavailable, "no whole replica is left", {.reason = Reason::kPeerLost}));
+    std::vector<std::uint32_t> live = sender_->next_live();
+    std::erase_if(live, [&](std::uint32_t c) { return c >= allowed; });
+    std::string awaited = sender_->awaited();
+    if (awaited.empty() && live.empty()) awaited = "a whole replica of those that are allowed";
+    sent_ = Call{sync_id, version, std::move(live), std::move(names)};
+    if (!awaited.empty()) {
+      withdraw(sync_id, Status(StatusCode::kUnavailable, awaited, {.reason = Reason::kPeerLost}));
       outcome_ = SyncOutcome{*returned_, {}, {}, {}, {}, false};
       return;
     }
+    lost_between_.clear();
     drive_sender([&](std::int64_t now, SenderActions& out) {
       if (const Status status = sender_->begin(now, sync_id, sent_.live, out); !status.ok())
         world_.broken("{}", status.to_string());
@@ -605,7 +598,6 @@ void SimTrainer::on_member_up(const Member& member, Incarnation incarnation) {
       producer_->consumer_up(now, member.id, incarnation, out);
     });
   }
-  if (sender_ && member.role == Role::kWorker) sender_->worker_up(member.id);
   if (follows() && member == kSender) send(kSender, TrainerJoin{});
 }
 
@@ -614,6 +606,7 @@ void SimTrainer::take_back(std::uint32_t rank, Incarnation life) {
   if (!sender_->lost(rank)) return world_.broken("trainer {} joins again, and is not lost", rank);
   rank_lives_[rank] = life;
   sender_->take_back(rank);
+  lost_between_.erase({Role::kTrainer, rank});
   send({Role::kTrainer, rank}, TrainerTable{.status = {}, .tables = {}, .returned = true});
   for (std::uint32_t worker = 0; worker < model_.tables->num_consumers; ++worker) {
     send({Role::kWorker, worker}, TrainerReturned{.rank = rank,
@@ -633,7 +626,7 @@ void SimTrainer::on_member_lost(const Member& member, Incarnation, const Status&
     produce_losing([&](std::int64_t now, ProducerActions& out) {
       producer_->consumer_lost(now, member.id, named, out);
     });
-    ready_.erase(member.id);
+    if (ready_.erase(member.id) != 0 && sender_ && !sender_->running()) lost_between_.insert(member);
     if (sender_) {
       drive_sender(
           [&](std::int64_t now, SenderActions& out) { sender_->consumer_lost(now, member.id, named, out); });
@@ -641,6 +634,7 @@ void SimTrainer::on_member_lost(const Member& member, Incarnation, const Status&
     return;
   }
   if (sender_) {
+    if (!sender_->running()) lost_between_.insert(member);
     drive_sender(
         [&](std::int64_t now, SenderActions& out) { sender_->rank_lost(now, member.id, named, out); });
   }
@@ -700,7 +694,10 @@ void SimTrainer::on_control(const Member& from, Incarnation incarnation, Control
       payload.trainers.push_back(in_fleet(rank));
     send(from, std::move(payload));
   } else if (auto* joined = std::get_if<InitDone>(&body)) {
-    if (joined->status.ok()) ready_[from.id] = incarnation;
+    if (!joined->status.ok()) return;
+    ready_[from.id] = incarnation;
+    lost_between_.erase(from);
+    sender_->worker_joined(from.id);
   } else if (auto* began = std::get_if<SyncBegan>(&body)) {
     drive_sender([&](std::int64_t now, SenderActions& out) {
       sender_->rank_began(now, from.id, began->sync_id, out);

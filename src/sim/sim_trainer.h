@@ -85,9 +85,9 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
 
   Incarnation incarnation() const { return 1 + rank_ + 100 * std::uint64_t{own_life_}; }
   bool follows() const { return own_life_ != 0; }
-  // The user's call. `names` is read on the sender only, which opens the sync with the whole replicas of
-  // those workers of 0 .. `allowed` - 1 that have joined and were not lost since; without one it returns an
-  // error, and the others are to be told by withdraw().
+  // The user's call. `names` is read on the sender only, which opens the sync with those workers of 0 ..
+  // `allowed` - 1 that SenderMachine says. Where that waits for somebody it returns an error, as nobody comes
+  // in time, and the others are to be told by withdraw().
   void send_weights(std::uint64_t sync_id, std::uint64_t version, std::uint32_t allowed, NameSet names);
   void withdraw(std::uint64_t sync_id, const Status& why);
   // Whether send_weights of the last sync has returned, and with what.
@@ -97,7 +97,9 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
   const std::optional<SyncOutcome>& outcome() const { return outcome_; }  // on the sender
   bool committing() const { return committing_; }    // on the sender: it has sent a Finish in this sync
   bool ended() const { return ended_.has_value(); }  // the fleet is over for it
-  std::vector<std::uint32_t> whole_replicas(std::uint32_t allowed) const;  // on the sender
+  bool all_joined() const { return ready_.size() == model_.tables->num_consumers; }  // on the sender
+  // On the sender: who was lost while it ran no sync, and has not joined again since.
+  const std::set<Member>& lost_between() const { return lost_between_; }
   // The life of the worker that has joined, as far as the sender knows; 0: none.
   Incarnation joined(std::uint32_t consumer) const {
     const auto it = ready_.find(consumer);
@@ -226,6 +228,7 @@ class SimTrainer final : public Process, TransportSink, ControlSink {
   std::map<std::uint32_t, Incarnation> life_;    // by worker: the latest that is known to be up
   std::map<std::uint32_t, std::uint64_t> left_;  // by worker: the last sync it left here
   std::map<std::uint32_t, Incarnation> ready_;   // on the sender: workers that have joined
+  std::set<Member> lost_between_;                // on the sender
   std::vector<Incarnation> rank_lives_;          // on the sender
   std::optional<Status> ended_;                  // the fleet is over
 

@@ -206,7 +206,7 @@ void SimWorker::perform(const returning_action::Reached& action) {
 }
 
 void SimWorker::try_start() {
-  if (!deferred_ || machine_.state() == WorkerState::kUpdating ||
+  if (!deferred_ || commit_.deciding() || machine_.state() == WorkerState::kUpdating ||
       machine_.state() == WorkerState::kCommitting)
     return;
   const std::uint64_t sync_id = deferred_->sync_id;

@@ -10,10 +10,10 @@
 // every rank with that error, no worker holds its version (unless commits were under way), and the last one,
 // of all names, is exact again. A sync of half a module is refused before a byte has moved.
 //
-// With faults, processes die and come back, links fall silent, are held up or break, members are slow, and
-// messages that may arrive twice do (sim/faults.h). A sync that loses workers is exact for the replicas that
-// lost none; one that may fail and does names what was lost; when the faults have stopped, the next sync has
-// everybody who is there again, and is exact.
+// With faults, processes die and come back, also between syncs, links fall silent, are held up or break,
+// members are slow, and messages that may arrive twice do (sim/faults.h). A sync that loses workers is exact
+// for the replicas that lost none; one that may fail and does names what was lost; when the faults have
+// stopped, the next sync has everybody who is there again, and is exact.
 #pragma once
 
 #include <cstdint>
@@ -86,6 +86,7 @@ struct SimReport {
   std::uint32_t rejoined = 0;       // workers that came back
   std::uint32_t ranks_returned = 0;
   std::uint32_t syncs_without_a_rank = 0;  // completed, others stood in for it
+  std::uint32_t syncs_lost_between = 0;    // failed for who was lost before them, as that was asked for
   std::uint64_t repeated = 0;       // messages sent twice
   std::uint64_t stale_lives = 0;    // messages that reached a trainer when their worker had another life
   std::uint64_t mates_asked = 0;    // questions of workers that had lost the sender, and of those they asked

@@ -51,6 +51,7 @@ void expect_rules_under_faults(std::uint64_t first, std::uint64_t count, SimRepo
     sum.rejoined += report.rejoined;
     sum.ranks_returned += report.ranks_returned;
     sum.syncs_without_a_rank += report.syncs_without_a_rank;
+    sum.syncs_lost_between += report.syncs_lost_between;
     sum.faults += report.faults;
     sum.repeated += report.repeated;
     sum.stale_lives += report.stale_lives;
@@ -70,6 +71,7 @@ TEST(Simulate, EveryRuleHoldsUnderFaults) {
   EXPECT_GT(sum.rejoined, 100u);
   EXPECT_GT(sum.ranks_returned, 50u);
   EXPECT_GT(sum.syncs_without_a_rank, 10u);
+  EXPECT_GT(sum.syncs_lost_between, 10u);
   EXPECT_GT(sum.repeated, 1000u);
   EXPECT_GT(sum.stale_lives, 5u);
   EXPECT_GT(sum.mates_asked, 100u);
