@@ -82,6 +82,10 @@ class Announcements:
             except queue.Empty:
                 return None
 
+    def put_back(self, one):
+        self.taken.remove(one)
+        self.waiting.append(one)
+
     def close(self):
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
@@ -233,6 +237,10 @@ class FaultTest(FleetTest):
             said = "\n".join(f"{name}: {p.printed[-3:]} {p.errors[-3:]}" for name, p in self.processes.items())
             self.fail(f"{point} was not reached within {timeout * SLOWNESS} s\n{said}")
         return one
+
+    def wait_for_sender(self):
+        """Returns once the sender is held before its next sync, by a connection that it has only then."""
+        self.told.put_back(self.announced("sender.sending"))
 
     def next_sync(self):
         """Lets the sender open its next sync; returns when that was."""

@@ -18,8 +18,9 @@ WARM = 10  # syncs, kills among them, before the first sample
 
 class Soak(FaultTest):
     def samples(self, names):
-        """The least of a few samples: what is held for a moment, such as a connection that ends, is no growth."""
+        """The least of a few samples between two syncs: what is held for a moment, such as a connection that ends, is no growth."""
         least = {}
+        self.wait_for_sender()
         for _ in range(40):
             for name in names:
                 now = sample(self.processes[name].pid)
