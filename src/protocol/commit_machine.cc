@@ -34,6 +34,8 @@ struct CommitMachine::State {
   std::set<std::uint32_t> alive;                  // mates not taken for dead
   std::set<std::uint32_t> waiting;                // of them, those that have not answered this round
   std::map<std::uint32_t, std::uint32_t> parked;  // mate -> the later round it asks about
+  std::map<std::uint32_t, AskMate> asked;         // the last question to each mate
+  std::set<std::uint32_t> asked_again;            // mates whose last question went over a second connection
 
   std::string me() const { return worker_name(config.consumer); }
 
@@ -44,6 +46,11 @@ struct CommitMachine::State {
     alive = {config.mates.begin(), config.mates.end()};
     parked.clear();
     next_round(now_ns, out);
+  }
+
+  void ask(std::uint32_t mate, CommitWord word, CommitActions& out) {
+    asked_again.erase(mate);
+    out.push_back(asked[mate] = AskMate{mate, sync_id, round, word});
   }
 
   void next_round(std::int64_t now_ns, CommitActions& out) {
@@ -57,7 +64,7 @@ struct CommitMachine::State {
     waiting = alive;
     deadline_ns = now_ns + config.answer_within_ns;
     for (const std::uint32_t mate : alive)
-      out.push_back(AskMate{mate, sync_id, round, CommitWord::kUndecided});
+      ask(mate, CommitWord::kUndecided, out);
     for (auto it = parked.begin(); it != parked.end();) {
       if (it->second > round) {
         ++it;
@@ -81,7 +88,7 @@ struct CommitMachine::State {
     waiting = {config.mates.begin(), config.mates.end()};
     deadline_ns = now_ns + config.answer_within_ns;
     for (const std::uint32_t mate : config.mates)
-      out.push_back(AskMate{mate, sync_id, round, CommitWord::kCommitted});
+      ask(mate, CommitWord::kCommitted, out);
   }
 
   void abort(const Status& reason, CommitActions& out) {
@@ -239,6 +246,14 @@ void CommitMachine::answered(std::int64_t now_ns, std::uint32_t mate, std::uint6
   }
   if (round != s.round || s.waiting.erase(mate) == 0 || !s.waiting.empty()) return;
   s.next_round(now_ns, out);
+}
+
+void CommitMachine::connection_broke(std::int64_t now_ns, std::uint32_t mate, CommitActions& out) {
+  State& s = *state_;
+  const auto asked = s.asked.find(mate);
+  if (!deciding() || asked == s.asked.end()) return;
+  if (!s.asked_again.insert(mate).second) return unreachable(now_ns, mate, out);
+  out.push_back(asked->second);
 }
 
 void CommitMachine::unreachable(std::int64_t now_ns, std::uint32_t mate, CommitActions& out) {

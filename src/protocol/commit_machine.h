@@ -93,6 +93,9 @@ class CommitMachine {
              CommitWord word, CommitActions& out);
   void answered(std::int64_t now_ns, std::uint32_t mate, std::uint64_t sync_id, std::uint32_t round,
                 CommitWord word, CommitActions& out);
+  // The connection to the mate broke. A connection may break while its process lives: the question at hand is
+  // asked once more, over another one; the mate counts as gone when that breaks as well.
+  void connection_broke(std::int64_t now_ns, std::uint32_t mate, CommitActions& out);
   // The mate's process is gone, or cannot be reached.
   void unreachable(std::int64_t now_ns, std::uint32_t mate, CommitActions& out);
   void tick(std::int64_t now_ns, CommitActions& out);

@@ -57,6 +57,26 @@ struct Bench {
   CommitActions out;
 };
 
+TEST(Commit, AMateIsGoneWhenASecondConnectionBreaks) {
+  Bench b({1, 2});
+  b.machine.connection_broke(0, 1, b.out);
+  EXPECT_THAT(b.out, IsEmpty()) << "nothing was asked";
+  b.prepare(1);
+  b.machine.sender_lost(0, kLost, b.out);
+  EXPECT_THAT(b.asked(), ElementsAre(1, 2));
+  b.take();
+  b.machine.connection_broke(0, 1, b.out);
+  EXPECT_THAT(b.asked(), ElementsAre(1)) << "over another one";
+  b.take();
+  b.machine.answered(0, 2, 1, 1, CommitWord::kUndecided, b.out);
+  EXPECT_THAT(b.out, IsEmpty()) << "mate 1 is waited for";
+  b.machine.connection_broke(0, 1, b.out);
+  EXPECT_THAT(b.asked(), ElementsAre(2)) << "the next round is without it";
+  b.take();
+  b.machine.connection_broke(0, 2, b.out);
+  EXPECT_THAT(b.asked(), ElementsAre(2)) << "once for each question";
+}
+
 TEST(Commit, FollowsTheSender) {
   Bench b;
   EXPECT_FALSE(b.machine.finish(1, b.out).ok()) << "nothing has started";

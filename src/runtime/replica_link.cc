@@ -138,15 +138,10 @@ bool ReplicaLink::on_closed(EndpointId endpoint, const Status& why) {
   if (found == to_mates_.end()) return false;
   const std::uint32_t id = found->second;
   to_mates_.erase(found);
-  Mate& mate = mates_[id];
-  mate.endpoint = 0;
-  if (!machine_.deciding()) return true;
-  // A connection may break while its process lives; one that has ended does not accept another.
-  if (std::exchange(mate.again, true)) {
-    unreachable(id, why);
-  } else {
-    ask(mate);
-  }
+  mates_[id].endpoint = 0;
+  log_debug("the connection to worker {} broke: {}", id, why.to_string());
+  drive([&](std::int64_t now, CommitActions& out) { machine_.connection_broke(now, id, out); });
+  hooks_.settled();
   return true;
 }
 
@@ -165,8 +160,9 @@ HotHeader ReplicaLink::header(HotType type, std::uint64_t sync_id, std::uint32_t
   return header;
 }
 
-void ReplicaLink::ask(Mate& mate) {
-  const std::uint32_t id = mate.asked.mate;
+void ReplicaLink::perform(const commit_action::AskMate& action) {
+  const std::uint32_t id = action.mate;
+  Mate& mate = mates_[id];
   if (mate.address.empty())
     return unreachable(id, Status(StatusCode::kUnavailable, "it has not said where it listens"));
   if (mate.endpoint == 0) {
@@ -175,19 +171,12 @@ void ReplicaLink::ask(Mate& mate) {
     mate.endpoint = *endpoint;
     to_mates_[*endpoint] = id;
   }
-  const std::vector<std::byte> payload = encode_outcome(static_cast<std::uint8_t>(mate.asked.word));
+  const std::vector<std::byte> payload = encode_outcome(static_cast<std::uint8_t>(action.word));
   // A send that fails is followed by on_closed.
   progress_.transport()
-      .send(mate.endpoint, header(HotType::kAsk, mate.asked.sync_id, id, mate.asked.round), payload.data(),
+      .send(mate.endpoint, header(HotType::kAsk, action.sync_id, id, action.round), payload.data(),
             payload.size())
       .ignore();
-}
-
-void ReplicaLink::perform(const commit_action::AskMate& action) {
-  Mate& mate = mates_[action.mate];
-  mate.asked = action;
-  mate.again = false;
-  ask(mate);
 }
 
 void ReplicaLink::perform(const commit_action::AnswerMate& action) {

@@ -62,11 +62,8 @@ class ReplicaLink {
     Incarnation incarnation = 0;   // 0: not up
     std::string address;           // empty: it has not said
     EndpointId endpoint = 0;       // to it; 0: none
-    commit_action::AskMate asked;  // last
-    bool again = false;            // this question was asked on a second connection
   };
 
-  void ask(Mate& mate);
   void unreachable(std::uint32_t mate, const Status& why);
   // Runs one event of the machine, then performs what it asked for.
   template <typename Event>

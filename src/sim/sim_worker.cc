@@ -673,8 +673,11 @@ void SimWorker::unreachable_mate(std::uint32_t mate) {
   });
 }
 
-void SimWorker::ask(Mate& mate) {
-  const std::uint32_t id = mate.asked.mate;
+void SimWorker::perform(const commit_action::AskMate& action) {
+  world_.trace("ask_mate", consumer_, action.mate, action.round, static_cast<int>(action.word));
+  ++mates_asked_;
+  const std::uint32_t id = action.mate;
+  Mate& mate = mates_.at(id);
   if (mate.life == 0) return unreachable_mate(id);
   if (mate.endpoint == 0) {
     const auto endpoint = transport_->connect(fmt::format("sim:worker-{}", id), 0);
@@ -682,20 +685,11 @@ void SimWorker::ask(Mate& mate) {
     mate.endpoint = *endpoint;
     to_mates_[*endpoint] = id;
   }
-  const std::vector<std::byte> payload = encode_outcome(static_cast<std::uint8_t>(mate.asked.word));
+  const std::vector<std::byte> payload = encode_outcome(static_cast<std::uint8_t>(action.word));
   (void)transport_
-      ->send(mate.endpoint, to_mate(HotType::kAsk, mate.asked.sync_id, id, mate.asked.round), payload.data(),
+      ->send(mate.endpoint, to_mate(HotType::kAsk, action.sync_id, id, action.round), payload.data(),
              payload.size())
       .ok();
-}
-
-void SimWorker::perform(const commit_action::AskMate& action) {
-  world_.trace("ask_mate", consumer_, action.mate, action.round, static_cast<int>(action.word));
-  ++mates_asked_;
-  Mate& mate = mates_.at(action.mate);
-  mate.asked = action;
-  mate.again = false;
-  ask(mate);
 }
 
 void SimWorker::perform(const commit_action::AnswerMate& action) {
@@ -755,16 +749,10 @@ bool SimWorker::mate_closed(EndpointId endpoint) {
   if (from_mates_.erase(endpoint) != 0) return true;
   const auto found = to_mates_.find(endpoint);
   if (found == to_mates_.end()) return false;
-  Mate& mate = mates_.at(found->second);
+  const std::uint32_t id = found->second;
   to_mates_.erase(found);
-  mate.endpoint = 0;
-  if (!commit_.deciding()) return true;
-  // A connection may break while its process lives; one that has ended does not accept another.
-  if (std::exchange(mate.again, true)) {
-    unreachable_mate(mate.asked.mate);
-  } else {
-    ask(mate);
-  }
+  mates_.at(id).endpoint = 0;
+  decide([&](std::int64_t now, CommitActions& out) { commit_.connection_broke(now, id, out); });
   return true;
 }
 

@@ -92,8 +92,6 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   struct Mate {
     Incarnation life = 0;          // 0: not up
     EndpointId endpoint = 0;       // to it; 0: none
-    commit_action::AskMate asked;  // last
-    bool again = false;            // this question was asked on a second connection
   };
   template <typename Event>
   void decide(Event event);
@@ -101,7 +99,6 @@ class SimWorker final : public Process, TransportSink, ControlSink {
   void perform(const commit_action::AnswerMate& action);
   void perform(const commit_action::Commit& action);
   void perform(const commit_action::Abort& action);
-  void ask(Mate& mate);
   void unreachable_mate(std::uint32_t mate);
   HotHeader to_mate(HotType type, std::uint64_t sync_id, std::uint32_t mate, std::uint32_t round) const;
   // False: the endpoint is no mate's.
