@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -56,6 +57,11 @@ struct FleetOptions {
   // rendezvous.
   std::string interfaces = {};
   std::uint32_t ucx_workers = 1;  // kTcp, kUcx: 1..16, streams to each peer, each with a thread of its own
+  // Asked by what blocks (Worker::connect and serve; Trainer::init, send_weights, next_sync and
+  // receive_message) while it waits, on the thread that called it, about every 50 ms and without a lock. An
+  // error ends the wait and is what the call returns; a sync under way is failed everywhere first, as by any
+  // other error, and the next one may succeed. Looking up a host's name is not interrupted. Empty: never.
+  std::function<Status()> interrupt = {};
 };
 
 // Reads 16 hexadecimal digits from the environment variable SHARDPULL_TOKEN.

@@ -40,6 +40,7 @@ struct ControlOptions {
   std::int64_t heartbeat_ns = 500 * kNanosPerMilli;
   std::int64_t dead_after_ns = 5 * kNanosPerSecond;
   std::int64_t connect_timeout_ns = 60 * kNanosPerSecond;  // how long a link waits for the hub to appear
+  std::function<Status()> interrupt = {};  // asked meanwhile, on its thread; an error ends it. Empty: never
 };
 
 class Control {

@@ -78,6 +78,7 @@ ControlOptions control_options(const FleetOptions& options, const Member& self, 
   control.heartbeat_ns = static_cast<std::int64_t>(options.heartbeat_ms) * kNanosPerMilli;
   control.dead_after_ns = static_cast<std::int64_t>(options.dead_after_ms) * kNanosPerMilli;
   control.connect_timeout_ns = static_cast<std::int64_t>(options.connect_timeout_ms) * kNanosPerMilli;
+  control.interrupt = options.interrupt;
   return control;
 }
 
@@ -110,6 +111,26 @@ Status end_of(const Shutdown& message) {
 std::int64_t tick_ns(const FleetOptions& options) {
   const std::int64_t stall_ns = static_cast<std::int64_t>(options.stall_timeout_ms) * kNanosPerMilli;
   return std::clamp(std::min(5 * kNanosPerSecond, stall_ns / 10), kNanosPerMilli, 250 * kNanosPerMilli);
+}
+
+Status Interrupt::wait(CondVar& wake, Mutex& mutex,
+                       std::int64_t limit_ns) SHARDPULL_NO_THREAD_SAFETY_ANALYSIS {
+  constexpr std::int64_t kAskEveryNs = 50 * kNanosPerMilli;
+  if (!ask_) {
+    wake.wait_for_ns(mutex, limit_ns);
+    return {};
+  }
+  const std::int64_t left_ns = next_ns_ - clock_.now_ns();
+  if (left_ns > 0) {
+    wake.wait_for_ns(mutex, std::min(limit_ns, left_ns));
+    return {};
+  }
+  // Whoever is asked may wait for a thread that waits for this lock.
+  mutex.unlock();
+  Status status = ask_();
+  mutex.lock();
+  next_ns_ = clock_.now_ns() + kAskEveryNs;
+  return status;
 }
 
 void ControlRelay::open() {
@@ -167,7 +188,8 @@ void MessageQueue::close(const Status& why) {
   wake_.notify_all();
 }
 
-Result<std::optional<FleetMessage>> MessageQueue::pop(std::uint64_t timeout_ms) {
+Result<std::optional<FleetMessage>> MessageQueue::pop(std::uint64_t timeout_ms, const FleetOptions& options) {
+  Interrupt interrupt(options, SystemClock::instance());
   const std::int64_t deadline =
       SystemClock::instance().now_ns() +
       static_cast<std::int64_t>(std::min<std::uint64_t>(timeout_ms, 1u << 30)) * kNanosPerMilli;
@@ -175,7 +197,7 @@ Result<std::optional<FleetMessage>> MessageQueue::pop(std::uint64_t timeout_ms) 
   while (messages_.empty() && !closed_) {
     const std::int64_t left = deadline - SystemClock::instance().now_ns();
     if (left <= 0) return std::optional<FleetMessage>();
-    wake_.wait_for_ns(mutex_, left);
+    SHARDPULL_RETURN_IF_ERROR(interrupt.wait(wake_, mutex_, left));
   }
   if (messages_.empty()) {
     if (!closed_->ok()) return *closed_;

@@ -32,6 +32,22 @@ Status end_of(const Shutdown& message);
 // limit).
 std::int64_t tick_ns(const FleetOptions& options);
 
+// Lets FleetOptions::interrupt end a wait of the caller's thread. One for each blocking call; confined to it.
+class Interrupt {
+ public:
+  Interrupt(const FleetOptions& options, const Clock& clock)
+      : ask_(options.interrupt), clock_(clock), next_ns_(clock.now_ns()) {}
+
+  Status ask() { return ask_ ? ask_() : Status(); }
+  // Sleeps on `wake`, `limit_ns` at most, and asks when it is time to, which `mutex` is let go for.
+  Status wait(CondVar& wake, Mutex& mutex, std::int64_t limit_ns) SHARDPULL_REQUIRES(mutex);
+
+ private:
+  const std::function<Status()>& ask_;
+  const Clock& clock_;
+  std::int64_t next_ns_;
+};
+
 // Turns control callbacks into tasks of the progress thread. Callbacks before open() are kept: a handler may
 // send, and the link exists only once its factory has returned.
 class ControlRelay final : public ControlSink {
@@ -73,7 +89,7 @@ class MessageQueue {
   void forget_errors_of(const std::string& peer);
   // From now on pop() reports `why` once the queue is empty. The first reason is kept.
   void close(const Status& why);
-  Result<std::optional<FleetMessage>> pop(std::uint64_t timeout_ms);
+  Result<std::optional<FleetMessage>> pop(std::uint64_t timeout_ms, const FleetOptions& options);
 
  private:
   Mutex mutex_;

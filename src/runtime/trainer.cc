@@ -148,8 +148,9 @@ struct Trainer::Impl final : TransportSink {
   Status why_ended(const Status& otherwise);
   // Waits on `wake` until `ready` (called with `mutex` held), the fleet's end, or `timeout_ms`; the error
   // names `what`.
+  enum class Asks : std::uint8_t { kYes, kNo };  // whether FleetOptions::interrupt may end the wait
   Status wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms,
-                  const std::function<std::string()>& what);
+                  const std::function<std::string()>& what, Asks asks = Asks::kYes);
 
   // ---- on the progress thread
   // -----------------------------------------------------------------------------------------
@@ -342,7 +343,8 @@ Status Trainer::Impl::describe(WeightSource& given) {
 }
 
 Status Trainer::Impl::wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms,
-                               const std::function<std::string()>& what) {
+                               const std::function<std::string()>& what, Asks asks) {
+  Interrupt interrupt(options.fleet, clock);
   const std::int64_t deadline = timeout_ms == kNoLimit
                                     ? INT64_MAX
                                     : clock.now_ns() + static_cast<std::int64_t>(timeout_ms) * kNanosPerMilli;
@@ -360,7 +362,11 @@ Status Trainer::Impl::wait_for(const std::function<bool()>& ready, std::uint64_t
                     fmt::format("trainer {} waited {} ms for {}", options.rank, timeout_ms, what()),
                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
     }
-    wake.wait_for_ns(mutex, std::min(left, kNanosPerSecond));
+    if (asks == Asks::kYes) {
+      SHARDPULL_RETURN_IF_ERROR(interrupt.wait(wake, mutex, std::min(left, kNanosPerSecond)));
+    } else {
+      wake.wait_for_ns(mutex, std::min(left, kNanosPerSecond));
+    }
   }
   return {};
 }
@@ -936,8 +942,9 @@ Status Trainer::Impl::wait_for_open(std::uint64_t version, SyncOpen& open) {
 
 Result<SyncOpen> Trainer::Impl::take_opened(std::uint64_t limit_ms,
                                             const std::function<std::string()>& what) {
-  SHARDPULL_RETURN_IF_ERROR(
-      wait_for([this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); }, limit_ms, what));
+  // What the sender has opened it has to run, to its end.
+  SHARDPULL_RETURN_IF_ERROR(wait_for([this]() SHARDPULL_REQUIRES(mutex) { return opened.has_value(); },
+                                     limit_ms, what, sender ? Asks::kNo : Asks::kYes));
   MutexLock lock(mutex);
   return *std::exchange(opened, std::nullopt);
 }
@@ -1026,10 +1033,25 @@ Result<SyncReport> Trainer::Impl::send_weights(std::uint64_t version, const Send
   fault_point("rank.ended", open.sync_id);
   // No limit of its own: the other ranks may take long. The sender bounds every step of the sync and its loss
   // ends the fleet.
-  const Status verdict = wait_for(
-      [&]() SHARDPULL_REQUIRES(mutex) { return closed.has_value() && closed->sync_id == open.sync_id; },
-      kNoLimit, [&] { return fmt::format("trainer 0 to close sync {}", open.sync_id); });
+  const auto wait_for_close = [&](Asks asks) {
+    return wait_for(
+        [&]() SHARDPULL_REQUIRES(mutex) { return closed.has_value() && closed->sync_id == open.sync_id; },
+        kNoLimit, [&] { return fmt::format("trainer 0 to close sync {}", open.sync_id); }, asks);
+  };
+  Status verdict = wait_for_close(Asks::kYes);
+  Status interrupted;
+  bool over = false;
+  {
+    MutexLock lock(mutex);
+    over = ended.has_value();
+  }
+  if (!verdict.ok() && !over) {
+    interrupted = verdict;
+    send(kSender, SyncFailed{open.sync_id, interrupted});
+    verdict = wait_for_close(Asks::kNo);
+  }
   progress->run([&] { running_sync = 0; });
+  SHARDPULL_RETURN_IF_ERROR(interrupted);
   SHARDPULL_RETURN_IF_ERROR(verdict);
   SyncReport result;
   {
@@ -1152,27 +1174,39 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
     });
   };
   Status changed;  // the first group that the source wrote too early: the producer may have ended well before
+  Interrupt interrupt(options.fleet, clock);
+  Status interrupted;
   std::size_t asked = 0;
   for (;;) {
     std::optional<TrainerAction> action;
     const std::int64_t waiting_ns = clock.now_ns();
+    const bool asks = interrupted.ok();
     {
       MutexLock lock(mutex);
       // Bounded by the watchdogs: of the producer while the sync runs, of the sender's steps, of the
       // heartbeats.
-      while (work.empty() && !ended) wake.wait_for_ns(mutex, kNanosPerSecond);
-      if (work.empty()) {
+      while (work.empty() && !ended && interrupted.ok() == asks) {
+        if (asks) {
+          interrupted = interrupt.wait(wake, mutex, kNanosPerSecond);
+        } else {
+          wake.wait_for_ns(mutex, kNanosPerSecond);
+        }
+      }
+      if (!work.empty()) {
+        action = std::move(work.front());
+        work.pop_front();
+      } else if (ended) {
         status = ended->ok() ? Status(StatusCode::kUnavailable, "the fleet ended during the sync",
                                       {.reason = Reason::kShutdown})
                              : *ended;
-      } else {
-        action = std::move(work.front());
-        work.pop_front();
       }
     }
+    // The machine drains the sync and ends the loop.
+    if (asks && !interrupted.ok()) progress->run([&] { server->fail(open.sync_id, interrupted); });
     gather_log.add({.phase = asked < request.groups.size() ? Phase::kCreditWait : Phase::kEndWait,
                     .begin_ns = waiting_ns,
                     .end_ns = clock.now_ns()});
+    if (!action && status.ok()) continue;
     if (!action) {
       progress->run([&] { server->fail(open.sync_id, status); });
       break;
@@ -1201,6 +1235,7 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
     }
   }
   for (const std::uint32_t group : placer.resident()) release(groups_stream.get(), group);
+  if (!interrupted.ok()) return interrupted;
   return status.ok() ? changed : status;
 }
 
@@ -1384,7 +1419,7 @@ Status Trainer::send_message(const std::string& to, const std::string& topic, co
 }
 
 Result<std::optional<FleetMessage>> Trainer::receive_message(std::uint64_t timeout_ms) {
-  return impl_->messages.pop(timeout_ms);
+  return impl_->messages.pop(timeout_ms, impl_->options.fleet);
 }
 
 std::uint64_t Trainer::engine_bytes() const {

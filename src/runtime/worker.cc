@@ -239,6 +239,7 @@ Status Worker::Impl::why_ended(const Status& otherwise) {
 Status Worker::Impl::wait_for(const std::function<bool()>& ready, const std::string& what) {
   const std::int64_t deadline =
       clock.now_ns() + static_cast<std::int64_t>(options.fleet.connect_timeout_ms) * kNanosPerMilli;
+  Interrupt interrupt(options.fleet, clock);
   MutexLock lock(mutex);
   while (!ready()) {
     if (ended) {
@@ -254,7 +255,7 @@ Status Worker::Impl::wait_for(const std::function<bool()>& ready, const std::str
           fmt::format("no {} within {} ms (connect_timeout_ms)", what, options.fleet.connect_timeout_ms),
           {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
     }
-    wake.wait_for_ns(mutex, left);
+    SHARDPULL_RETURN_IF_ERROR(interrupt.wait(wake, mutex, left));
   }
   return {};
 }
@@ -807,11 +808,13 @@ Result<std::unique_ptr<Worker>> Worker::connect(const WorkerOptions& options, Mo
 
 Status Worker::serve(const OnSync& on_sync) {
   Impl& worker = *impl_;
+  Interrupt interrupt(worker.options.fleet, worker.clock);
   for (;;) {
     Impl::Result_ result;
     {
       MutexLock lock(worker.mutex);
-      while (worker.results.empty() && !worker.ended) worker.wake.wait_for_ns(worker.mutex, kNanosPerSecond);
+      while (worker.results.empty() && !worker.ended)
+        SHARDPULL_RETURN_IF_ERROR(interrupt.wait(worker.wake, worker.mutex, kNanosPerSecond));
       if (worker.results.empty()) return *worker.ended;
       result = std::move(worker.results.front());
       worker.results.pop_front();
@@ -822,6 +825,7 @@ Status Worker::serve(const OnSync& on_sync) {
       --worker.pending_results;
       worker.try_start();
     });
+    SHARDPULL_RETURN_IF_ERROR(interrupt.ask());
   }
 }
 

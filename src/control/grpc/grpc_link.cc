@@ -110,6 +110,7 @@ Status member_gone(const Member& member, std::string_view why, Reason reason) {
 namespace {
 
 constexpr std::int64_t kRetryNs = 100 * kNanosPerMilli;
+constexpr std::int64_t kAskEveryNs = 50 * kNanosPerMilli;  // ControlOptions::interrupt
 // How long something that accepts connections may be silent. A gRPC server speaks at once, on threads of its
 // own.
 constexpr std::int64_t kForeignNs = 3 * kNanosPerSecond;
@@ -339,6 +340,8 @@ Status GrpcLink::connect() {
   const std::int64_t deadline_ns = clock.now_ns() + options_.connect_timeout_ns;
   std::int64_t duplicate_until_ns = 0;
   Status last(StatusCode::kUnavailable, "nobody listens there");
+  const auto ask = [&] { return options_.interrupt ? options_.interrupt() : Status(); };
+  const std::int64_t slice_ns = options_.interrupt ? kAskEveryNs : kNanosPerSecond;
   const auto pause = [&] {
     MutexLock lock(mutex_);
     changed_.wait_for_ns(mutex_, std::clamp<std::int64_t>(deadline_ns - clock.now_ns(), 1, kRetryNs));
@@ -351,6 +354,7 @@ Status GrpcLink::connect() {
     }
     // A host's name may appear in the name service together with its first process.
     if (!target.status().info().retryable || clock.now_ns() >= deadline_ns) return target.status();
+    SHARDPULL_RETURN_IF_ERROR(ask());
     pause();
   }
   std::size_t aimed = 0;
@@ -359,7 +363,14 @@ Status GrpcLink::connect() {
     const std::int64_t left_ns = deadline_ns - clock.now_ns();
     if (left_ns <= 0) break;
     // True to its name, but for a hub that is not there yet: then it returns at the time limit.
-    if (!channel_->WaitForConnected(in_ns(std::min(left_ns, kNanosPerSecond)))) {
+    bool connected = false;
+    const std::int64_t until_ns = clock.now_ns() + std::min(left_ns, kNanosPerSecond);
+    do {
+      SHARDPULL_RETURN_IF_ERROR(ask());
+      connected =
+          channel_->WaitForConnected(in_ns(std::clamp<std::int64_t>(until_ns - clock.now_ns(), 1, slice_ns)));
+    } while (!connected && clock.now_ns() < until_ns);
+    if (!connected) {
       if (target_.path.empty()) {
         const Status foreign = check_no_foreign_service(target_.addresses[aimed], kForeignNs);
         if (!foreign.ok())
@@ -371,10 +382,20 @@ Status GrpcLink::connect() {
     const StreamPtr stream = try_once();
     const std::int64_t answer_ns =
         std::min(std::max<std::int64_t>(1, deadline_ns - clock.now_ns()), options_.dead_after_ns);
-    if (!stream->wait_answer(answer_ns) &&
-        (stream->abandon() || !stream->wait_answer(options_.dead_after_ns))) {
+    Status interrupted;
+    const auto answered = [&](std::int64_t limit_ns) {
+      for (const std::int64_t until = clock.now_ns() + limit_ns; interrupted.ok();) {
+        const std::int64_t still_ns = until - clock.now_ns();
+        if (stream->wait_answer(std::clamp<std::int64_t>(still_ns, 1, slice_ns))) return true;
+        if (still_ns <= 0) return false;
+        interrupted = ask();
+      }
+      return false;
+    };
+    if (!answered(answer_ns) && (stream->abandon() || !answered(options_.dead_after_ns))) {
       stream->abort();
       release(stream);
+      SHARDPULL_RETURN_IF_ERROR(interrupted);
       last = Status(StatusCode::kDeadlineExceeded,
                     "the process there accepted the connection and did not answer");
       continue;
