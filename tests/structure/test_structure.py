@@ -58,6 +58,9 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 GRPC_HEADER = re.compile(r"^(grpc|grpcpp|grpc\+\+|google/protobuf|absl)/|\.pb\.h$")
 UCX_HEADER = re.compile(r"^(ucp|ucs|uct|ucm)/")
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2)/")
+PYTHON_HEADER = re.compile(r"^nanobind/|^Python\.h$")
+# What the native module of the Python package takes of the rooms, beside the public headers.
+PYTHON_MAY_INCLUDE = {"model/families/build.h", "plan/plan.h"}
 
 # The headers of the C++20 standard library, the only foreign ones in public headers.
 STANDARD = set(
@@ -165,7 +168,7 @@ class IncludeRule(unittest.TestCase):
 
     def confined(self, pattern, home):
         wrong = []
-        for folder in ("include", "src", "tests", "bench"):
+        for folder in ("include", "src", "tests", "bench", "python"):
             for path in source_files(folder):
                 relative = str(path.relative_to(ROOT))
                 if relative.startswith(home):
@@ -180,7 +183,18 @@ class IncludeRule(unittest.TestCase):
         self.confined(UCX_HEADER, "src/transport/ucx/")
 
     def test_nothing_includes_torch(self):
-        self.confined(TORCH_HEADER, "python/")
+        self.confined(TORCH_HEADER, "nowhere")
+
+    def test_only_the_native_module_includes_python(self):
+        self.confined(PYTHON_HEADER, "python/native/")
+
+    def test_the_native_module_stands_on_the_public_api(self):
+        wrong = []
+        for path in source_files("python"):
+            for name in includes(path):
+                if (ROOT / "src" / name).is_file() and name not in PYTHON_MAY_INCLUDE:
+                    wrong.append(f"{path.relative_to(ROOT)} includes {name}")
+        self.assertEqual(wrong, [])
 
     def test_few_translation_units_include_grpc(self):
         """Each costs seconds to compile, and several times that under a sanitizer."""

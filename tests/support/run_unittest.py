@@ -2,7 +2,7 @@
 """Runs one unittest file for ctest.
 
 Prints unittest's own report, writes the counts to $SHARDPULL_TEST_RESULT.json, and exits 77 (ctest's "skipped")
-when every test of the file was skipped. A file whose ctest label is torch runs under the checkout's virtual
+when every test of the file was skipped. A file whose ctest label is torch or python runs under the checkout's virtual
 environment when there is one.
 """
 
@@ -17,7 +17,7 @@ SOURCE_DIR = pathlib.Path(__file__).resolve().parents[2]
 
 
 def wants_virtual_environment(script: pathlib.Path) -> bool:
-    if script.parent.name == "torch":
+    if script.parent.name in ("torch", "python"):
         return True
     return any(
         line.startswith("# ctest-label:") and "torch" in line

@@ -1,0 +1,71 @@
+"""shardpull: moves the weights of a training fleet to an inference fleet, each worker only the bytes it keeps."""
+
+from ._errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CancelledError,
+    DataLossError,
+    DeadlineExceededError,
+    Error,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NotFoundError,
+    OutOfRangeError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnimplementedError,
+    UnknownError,
+)
+from ._fleet import FleetMessage, FleetOptions, NextSync, Trainer, TrainerOptions, Worker, WorkerOptions, allocate
+from ._model import Model, Parameter
+from ._native import PhaseTime, RankReport, SyncReport, SyncRequest, WorkerReport
+from ._source import GroupTensors, NamedView, Piece, TensorMeta, TensorSource, WeightSource, gather_groups
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbortedError",
+    "AlreadyExistsError",
+    "CancelledError",
+    "DataLossError",
+    "DeadlineExceededError",
+    "Error",
+    "FailedPreconditionError",
+    "FleetMessage",
+    "FleetOptions",
+    "GroupTensors",
+    "InternalError",
+    "InvalidArgumentError",
+    "InvalidTypeError",
+    "Model",
+    "NamedView",
+    "NextSync",
+    "NotFoundError",
+    "OutOfRangeError",
+    "Parameter",
+    "PermissionDeniedError",
+    "PhaseTime",
+    "Piece",
+    "RankReport",
+    "ResourceExhaustedError",
+    "SyncReport",
+    "SyncRequest",
+    "TensorMeta",
+    "TensorSource",
+    "Trainer",
+    "TrainerOptions",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "UnimplementedError",
+    "UnknownError",
+    "WeightSource",
+    "Worker",
+    "WorkerOptions",
+    "WorkerReport",
+    "allocate",
+    "gather_groups",
+]

@@ -1,0 +1,211 @@
+"""Trainer and Worker."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Literal, NamedTuple, TypedDict, Unpack
+
+from . import _native
+from ._errors import Error, InvalidTypeError
+from ._model import Model
+from ._source import WeightSource
+
+
+class FleetOptions(TypedDict, total=False):
+    """What every process of a fleet shares; names and defaults are those of include/shardpull/fleet.h."""
+
+    directory: str
+    """Owner-only, on this host: holds the sockets of what travels within it. All processes of a fleet give the same."""
+    token: int
+    """Random, 1 to 2**64 - 1, one per fleet. Absent: the environment's SHARDPULL_TOKEN, 16 hexadecimal digits."""
+    connect_timeout_ms: int
+    stall_timeout_ms: int
+    heartbeat_ms: int
+    dead_after_ms: int
+    settings: str
+    rendezvous: str
+    """"HOST:PORT" where the sender listens and the others meet it, in the place of the directory."""
+    insecure_listen: bool
+    transport: Literal["auto", "shm", "cma", "tcp", "ucx"]
+    interfaces: str
+    ucx_workers: int
+
+
+class TrainerOptions(FleetOptions, total=False):
+    """Those of include/shardpull/trainer.h."""
+
+    rank: int
+    world_size: int
+    num_consumers: int
+    num_replicas: int
+    workers_per_replica: int
+    ring_depth: int
+    lookahead: int
+    presize_bytes: int
+    export_pack_limit_bytes: int
+    on_consumer_loss: Literal["continue", "fail"]
+    publish: Literal["auto", "gather", "resident"]
+    integrity: Literal["off", "wire", "full"]
+    trainer_settings: str
+    """TrainerOptions::settings: what the programs on top were given, of the ranks alone."""
+    trace_file: str
+
+
+class WorkerOptions(FleetOptions, total=False):
+    """Those of include/shardpull/worker.h."""
+
+    consumer: int
+    ring_depth: int
+    max_chunk_bytes: int
+    chunk_split: int
+    pull_split: int
+    path: Literal["auto", "packed", "mapped", "direct"]
+    apply: Literal["inplace", "staged"]
+    enable_eplb: bool
+    conversions: Literal["allow", "widen", "refuse"]
+    trace_file: str
+
+
+class NextSync(NamedTuple):
+    """What the sender has opened: `names` by metadata index, empty for all."""
+
+    version: int
+    names: tuple[int, ...]
+
+
+class FleetMessage(NamedTuple):
+    sender: str
+    topic: str
+    body: str
+
+
+class Trainer:
+    """One training process's side: rank 0 is the sender, which drives the syncs.
+
+    Made, it has its transport up and can allocate; init() joins the fleet. A context manager: it shuts down, and when its
+    body raised tells the fleet why. One call at a time; Ctrl-C ends every wait, and fails a sync under way everywhere.
+    """
+
+    def __init__(self, **options: Unpack[TrainerOptions]) -> None:
+        self._source: WeightSource | None = None
+        self._native = _native.Trainer(dict(options))
+        self._close = weakref.finalize(self, self._native.shutdown, "the trainer has finished", None)
+
+    def init(self, source: WeightSource) -> None:
+        """Joins the fleet, holding `source`. A collective; on the sender it waits for every worker, connect_timeout_ms at most."""
+        if not isinstance(source, WeightSource):
+            raise InvalidTypeError(f"source must be a WeightSource, not {type(source).__name__}")
+        self._source = source
+        self._native.init(source)
+
+    def send_weights(self, version: int, names: Sequence[str] | None = None) -> _native.SyncReport:
+        """One sync, on every rank with the same version and names; returns when every live worker has committed.
+
+        `names` are glob patterns of checkpoint names ("model.layers.0.*"); none: all. What fails it is raised, and the next
+        call may succeed.
+        """
+        return self._native.send_weights(version, names)
+
+    def next_sync(self) -> NextSync:
+        """Not on the sender: waits for the sync that it opens next."""
+        return NextSync(*self._native.next_sync())
+
+    def returned(self) -> bool:
+        """Whether init() has joined a fleet that ran already: follow its sender by next_sync()."""
+        return self._native.returned()
+
+    def allocate(self, bytes: int, what: str = "weights") -> memoryview:
+        """Memory that peers can reach, as writable bytes (``numpy.frombuffer``, ``torch.frombuffer``)."""
+        return self._native.allocate(bytes, what)
+
+    def worker_init_payload(self) -> bytes:
+        return self._native.worker_init_payload()
+
+    def send_message(self, to: str, topic: str, body: str) -> None:
+        """To "worker N" or "trainer N"; at most 1 MiB."""
+        self._native.send_message(to, topic, body)
+
+    def receive_message(self, timeout_ms: int) -> FleetMessage | None:
+        """The next message, or None after `timeout_ms`. Raises once for each member that is lost."""
+        message = self._native.receive_message(timeout_ms)
+        return None if message is None else FleetMessage(*message)
+
+    def engine_bytes(self) -> int:
+        """Most bytes that the engine itself holds."""
+        return self._native.engine_bytes()
+
+    def shutdown(self, reason: str = "the trainer has finished", why: str | None = None) -> None:
+        """Ends the fleet (sender) or this rank. `why`: an error that the others are to raise. Ends a call of another thread."""
+        self._native.shutdown(reason, why)
+        self._close.detach()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown(why=None if error is None else f"{type(error).__name__}: {error}")
+
+
+class Worker:
+    """One inference process's side: made, it has joined the fleet, baked and planned; serve() runs the syncs.
+
+    It holds `model`, whose memory syncs land in until shutdown(). A context manager. One call at a time; Ctrl-C ends every wait.
+    """
+
+    def __init__(self, model: Model, **options: Unpack[WorkerOptions]) -> None:
+        if not isinstance(model, Model):
+            raise InvalidTypeError(f"model must be a Model, not {type(model).__name__}")
+        self._model = model
+        self._native = _native.Worker(model._native, dict(options))
+        self._close = weakref.finalize(self, self._native.shutdown)
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    def serve(self, on_sync: Callable[[int, Error | None, _native.WorkerReport], object] | None = None) -> None:
+        """Runs syncs as the sender starts them, until the fleet ends; the loss of the sender is raised.
+
+        `on_sync(version, error, report)` is called after each, on this thread: the parameters are `version`'s when `error` is
+        None. The next sync starts when it has returned. What it raises ends serve(), which may be called again.
+        """
+        self._native.serve(on_sync)
+
+    def version(self) -> int:
+        """The version the parameters hold; raises, listing the modules, where they are mixed."""
+        return self._native.version()
+
+    def module_version(self, module: str) -> int:
+        return self._native.module_version(module)
+
+    def version_guard(self) -> int:
+        """A sequence lock over the parameters: odd while they are between versions."""
+        return self._native.version_guard()
+
+    def send_message(self, to: str, topic: str, body: str) -> None:
+        self._native.send_message(to, topic, body)
+
+    def engine_bytes(self) -> int:
+        """Most bytes that the engine holds beyond the parameters."""
+        return self._native.engine_bytes()
+
+    def plan_summary(self) -> str:
+        return self._native.plan_summary()
+
+    def shutdown(self) -> None:
+        """Leaves the fleet. Ends serve() of another thread, which returns; within on_sync, when that has returned."""
+        self._native.shutdown()
+        self._close.detach()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+
+def allocate(bytes: int, what: str = "parameters") -> memoryview:
+    """Memory for parameters that last, as writable bytes: what lands in it meets no page fault."""
+    return _native.allocate(bytes, what)

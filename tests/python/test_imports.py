@@ -1,0 +1,80 @@
+"""In one process with torch and grpcio, whose own copies of gRPC, protobuf and others must not meet ours: any order of imports."""
+
+import itertools
+import json
+import subprocess
+import sys
+import unittest
+
+from fleets import FleetTest
+
+SCRIPT = """
+import json, sys
+names = sys.argv[2].split(",")
+for name in names:
+    __import__(name)
+import shardpull
+from fleets import Background
+options = json.loads(sys.argv[1])
+server = None
+if "grpc" in names:
+    import concurrent.futures, grpc
+    def echo():
+        '''A call through grpcio's own gRPC.'''
+        server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("e.E", {
+            "Say": grpc.unary_unary_rpc_method_handler(lambda request, context: request)}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            assert channel.unary_unary("/e.E/Say")(b"hello", timeout=60) == b"hello"
+        server.stop(None).wait()
+else:
+    echo = lambda: None
+if "torch" in names:
+    import torch
+    sent, kept = torch.arange(64.0).reshape(8, 8), torch.zeros(8, 8)
+    same = lambda: torch.equal(sent, kept) and bool((sent @ sent).sum() > 0)
+else:
+    sent, kept = bytearray(range(64)), bytearray(64)
+    same = lambda: sent == kept
+def train():
+    with shardpull.Trainer(**options) as trainer:
+        trainer.init(shardpull.TensorSource({"w": sent}))
+        echo()
+        trainer.send_weights(1)
+thread = Background(train)
+with shardpull.Worker(shardpull.Model({"w": kept}), **options) as worker:
+    worker.serve(lambda version, error, report: (echo(), print("exact", same())))
+thread.result()
+echo()
+"""
+
+
+class Imports(FleetTest):
+    def test_orders(self):
+        for order in [*itertools.permutations(("shardpull", "torch", "grpc")), ("shardpull",)]:
+            with self.subTest(order):
+                out = self.finish(self.start(SCRIPT, json.dumps(self.fleet("tcp" if order[0] == "torch" else "shm")), ",".join(order)))
+                self.assertEqual(out.split(), ["exact", "True"])
+
+    def test_nothing_else_is_imported(self):
+        """Neither torch nor numpy, until a program does."""
+        out = self.finish(self.start("import sys, shardpull; print([m for m in ('torch', 'numpy', 'grpc') if m in sys.modules])"))
+        self.assertEqual(out.strip(), "[]")
+
+    def test_what_is_linked(self):
+        """The system's gRPC, dynamically; nothing of torch."""
+        from shardpull import _native
+
+        lines = subprocess.run(["ldd", _native.__file__], check=True, capture_output=True, text=True).stdout.splitlines()
+        needed = " ".join(line.split()[0] for line in lines)  # without the addresses
+        self.assertIn("libgrpc++.so", needed)
+        for name in ("libtorch", "libc10", "libpython"):
+            self.assertNotIn(name, needed)
+        self.assertEqual([line for line in lines if "not found" in line], [])
+        self.assertNotIn("torch", sys.modules)
+
+
+if __name__ == "__main__":
+    unittest.main()
