@@ -96,6 +96,7 @@ struct Consumer {
   bool gone = false;
   bool live = false;  // in the running (or last) sync
   bool left = false;  // its lanes in that sync: it cannot reach this rank
+  Status left_sync;   // why it is not live any more, where its replica has left that sync
   Early early;
   std::array<LaneState, 2> lanes;  // by LaneKind
 
@@ -735,6 +736,7 @@ struct ProducerMachine::State {
     for (std::uint32_t c = first; c < std::min(first + replica, tables.num_consumers); ++c) {
       if (!consumers[c].live) continue;
       consumers[c].live = false;
+      consumers[c].left_sync = lost;
       --live_count;
       stop_reading_all(c);
       for (Group& group : groups) {
@@ -841,8 +843,10 @@ struct ProducerMachine::State {
     if (!failure.ok()) return refuse(consumer.incarnation, pull, failure, out);
     if (!consumer.live) {
       ++drops.not_live;
+      const Status& why = consumer.left_sync;
       return no(StatusCode::kFailedPrecondition,
-                fmt::format("{} is not live in sync {}", worker_name(pull.consumer), sync_id));
+                fmt::format("{} is not live in sync {}{}{}", worker_name(pull.consumer), sync_id,
+                            why.ok() ? "" : ": ", why.message()));
     }
     if (consumer.left) return refuse(consumer.incarnation, pull, out_of_reach(pull.consumer), out);
     LaneState& lane = consumer.lane(pull.lane);
@@ -1047,6 +1051,7 @@ Status ProducerMachine::begin_sync(std::int64_t now_ns, std::uint64_t sync_id, s
   s.live_count = static_cast<std::uint32_t>(live.size());
   for (Consumer& consumer : s.consumers) {
     consumer.live = consumer.left = false;
+    consumer.left_sync = {};
     for (LaneState& lane : consumer.lanes) {
       lane.serves.clear();
       lane.running = nullptr;

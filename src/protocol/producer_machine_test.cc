@@ -17,6 +17,7 @@ namespace {
 
 using namespace producer_action;  // NOLINT
 using testing::ElementsAre;
+using testing::EndsWith;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
@@ -381,6 +382,19 @@ TEST(ProducerPull, RefusedFromAConsumerThatIsNotLive) {
   b.pull(0, 0);
   EXPECT_THAT(b.refusal(), HasSubstr("worker 0 is not live in sync 1"));
   EXPECT_EQ(b.machine.drops().not_live, 1u);
+}
+
+TEST(ProducerPull, OfAMateOfOneThatWasLostNamesThatOne) {
+  ProducerBench b({.consumers = 4, .replicas = 2});
+  b.reserve_all();
+  ASSERT_EQ(b.begin(1), Status());
+  b.machine.consumer_lost(0, 1, Status(StatusCode::kUnavailable, "killed"), b.out);
+  b.pull(0, 0);
+  EXPECT_THAT(b.refusal(), HasSubstr("worker 0 is not live in sync 1: worker 1 was lost in sync 1: killed"));
+  ASSERT_EQ(b.begin(2, {2, 3}), Status());
+  b.out.clear();
+  b.pull(0, 0);
+  EXPECT_THAT(b.refusal(), EndsWith("worker 0 is not live in sync 2"));
 }
 
 TEST(ProducerPull, OfAGroupThatIsNotPartOfTheSyncIsRefused) {

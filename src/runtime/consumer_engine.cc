@@ -330,7 +330,7 @@ void ConsumerEngine::drive_returning(Event event) {
   ReturningActions actions;
   event(progress_.clock().now_ns(), actions);
   for (const ReturningAction& action : actions)
-    std::visit([this](const auto& each) { perform(each); }, action);
+    std::visit([this](const auto& each) { this->perform(each); }, action);
 }
 
 void ConsumerEngine::producer_returned(std::uint32_t rank, std::string address, std::uint64_t without_until,
@@ -626,7 +626,7 @@ void ConsumerEngine::on_read_done(ReadToken token, const Status& status) {
 // ----------------------------------------------------------------------------------------------------------
 
 void ConsumerEngine::perform(ConsumerActions& actions) {
-  for (ConsumerAction& action : actions) std::visit([this](const auto& each) { perform(each); }, action);
+  for (ConsumerAction& action : actions) std::visit([this](const auto& each) { this->perform(each); }, action);
 }
 
 const Chunk* ConsumerEngine::chunk_of(std::uint32_t chunk_id) const {

@@ -68,7 +68,8 @@ template <typename Event>
 void ReplicaLink::drive(Event event) {
   CommitActions actions;
   event(progress_.clock().now_ns(), actions);
-  for (const CommitAction& action : actions) std::visit([this](const auto& each) { perform(each); }, action);
+  for (const CommitAction& action : actions)
+    std::visit([this](const auto& each) { this->perform(each); }, action);
 }
 
 Status ReplicaLink::finish(std::uint64_t sync_id) {
