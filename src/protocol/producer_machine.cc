@@ -1537,9 +1537,14 @@ Status ProducerMachine::end_sync(std::int64_t now_ns, ProducerActions& out) {
   return {};
 }
 
-void ProducerMachine::fail(std::uint64_t sync_id, const Status& why, ProducerActions& out) {
+void ProducerMachine::fail(std::uint64_t sync_id, const Status& cause, ProducerActions& out) {
   State& s = *state_;
   if (s.shut) return;
+  // In a reply kShutdown says that this process ends (ConsumerMachine::pull_failed). What fails a sync may have
+  // that reason of its own: a source's error, or that of whoever interrupts the caller.
+  ErrorInfo info = cause.info();
+  if (info.reason == Reason::kShutdown) info.reason = Reason::kUnspecified;
+  const Status why(cause.code(), cause.message(), std::move(info));
   if (sync_id == s.sync_id) {
     s.fail_sync(why, out);
     return s.settle(out);

@@ -397,6 +397,21 @@ TEST(ProducerPull, OfAMateOfOneThatWasLostNamesThatOne) {
   EXPECT_THAT(b.refusal(), EndsWith("worker 0 is not live in sync 2"));
 }
 
+TEST(ProducerPull, OfASyncThatFailedDoesNotSayThatTheProcessEnds) {
+  ProducerBench b({.consumers = 2});
+  b.reserve_all();
+  ASSERT_EQ(b.begin(1), Status());
+  b.pull(0, 0);
+  b.machine.fail(1, Status(StatusCode::kCancelled, "enough", {.reason = Reason::kShutdown}), b.out);
+  b.pull(1, 0);
+  const auto replies = b.all<FailReply>();
+  ASSERT_EQ(replies.size(), 2u) << "one was parked, one came later";
+  for (const FailReply& reply : replies) {
+    EXPECT_EQ(reply.status.message(), "enough");
+    EXPECT_NE(reply.status.info().reason, Reason::kShutdown);
+  }
+}
+
 TEST(ProducerPull, OfAGroupThatIsNotPartOfTheSyncIsRefused) {
   ProducerBench b({.groups = 2});
   b.reserve_all();
