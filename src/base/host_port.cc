@@ -150,8 +150,9 @@ Status check_can_listen(const SocketAddress& address, std::string_view what) {
   if (!fd) return failed(errno);
   const int on = 1;
   ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  // Fails where somebody listens. Listening here as well would take in, and hang up on, who comes for the one that is
+  // to listen.
   if (::bind(fd.get(), address.get(), address.length) != 0) return failed(errno);
-  if (::listen(fd.get(), 1) != 0) return failed(errno);
   return {};
 }
 
