@@ -42,6 +42,8 @@ struct ControlOptions {
   std::int64_t connect_timeout_ns = 60 * kNanosPerSecond;  // how long a link waits for the hub to appear
   std::function<Status()> interrupt = {};  // asked meanwhile, on its thread; an error ends it. Empty: never
 };
+// How often what blocks asks a caller's interrupt.
+inline constexpr std::int64_t kAskEveryNs = 50 * kNanosPerMilli;
 
 class Control {
  public:

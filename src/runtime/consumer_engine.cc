@@ -470,8 +470,8 @@ void ConsumerEngine::recovery_reserved(std::uint32_t rank, const Status& status)
   drive([&](std::int64_t now, ConsumerActions& out) { machine_.recovery_reserved(now, rank, status, out); });
   const EndpointId endpoint = endpoint_of(rank);
   if (status.ok() || endpoint == 0) return;
-  progress_.transport().close(
-      endpoint);  // nothing comes over it until the next sync, which opens another one
+  // Nothing comes over it until the next sync, which opens another one.
+  progress_.transport().close(endpoint);
   on_closed(endpoint, status);
 }
 

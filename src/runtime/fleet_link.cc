@@ -115,8 +115,7 @@ std::int64_t tick_ns(const FleetOptions& options) {
 
 Status Interrupt::wait(CondVar& wake, Mutex& mutex,
                        std::int64_t limit_ns) SHARDPULL_NO_THREAD_SAFETY_ANALYSIS {
-  constexpr std::int64_t kAskEveryNs = 50 * kNanosPerMilli;
-  if (!ask_) {
+  if (ask_ == nullptr) {
     wake.wait_for_ns(mutex, limit_ns);
     return {};
   }
@@ -127,10 +126,29 @@ Status Interrupt::wait(CondVar& wake, Mutex& mutex,
   }
   // Whoever is asked may wait for a thread that waits for this lock.
   mutex.unlock();
-  Status status = ask_();
+  Status status = ask();
   mutex.lock();
   next_ns_ = clock_.now_ns() + kAskEveryNs;
   return status;
+}
+
+Status send_user_message(Control* control, const std::string& to, const std::string& topic,
+                         const std::string& body,
+                         const std::function<std::optional<Status>()>& why_ended) {
+  constexpr std::size_t kMaxBytes = 1u << 20;
+  if (body.size() > kMaxBytes) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("a message of {} bytes: the limit is {}", body.size(), kMaxBytes),
+                  {.reason = Reason::kLimit});
+  }
+  SHARDPULL_ASSIGN_OR_RETURN(const Member member, member_from_string(to));
+  if (control == nullptr)
+    return Status(StatusCode::kFailedPrecondition, "send_message before init",
+                  {.reason = Reason::kWrongState});
+  const Status sent = control->send(member, UserMessage{topic, body});
+  if (sent.ok() || member != kSender) return sent;
+  const std::optional<Status> end = why_ended();
+  return end && !end->ok() ? *end : sent;
 }
 
 void ControlRelay::open() {

@@ -36,14 +36,15 @@ std::int64_t tick_ns(const FleetOptions& options);
 class Interrupt {
  public:
   Interrupt(const FleetOptions& options, const Clock& clock)
-      : ask_(options.interrupt), clock_(clock), next_ns_(clock.now_ns()) {}
+      : ask_(options.interrupt ? &options.interrupt : nullptr), clock_(clock), next_ns_(clock.now_ns()) {}
 
-  Status ask() { return ask_ ? ask_() : Status(); }
+  Status ask() { return ask_ != nullptr ? (*ask_)() : Status(); }
+  void ask_no_more() { ask_ = nullptr; }  // from here on it only sleeps
   // Sleeps on `wake`, `limit_ns` at most, and asks when it is time to, which `mutex` is let go for.
   Status wait(CondVar& wake, Mutex& mutex, std::int64_t limit_ns) SHARDPULL_REQUIRES(mutex);
 
  private:
-  const std::function<Status()>& ask_;
+  const std::function<Status()>* ask_;
   const Clock& clock_;
   std::int64_t next_ns_;
 };
@@ -98,10 +99,12 @@ class MessageQueue {
   std::optional<Status> closed_ SHARDPULL_GUARDED_BY(mutex_);
 };
 
-inline constexpr std::size_t kMaxUserMessageBytes = 1u << 20;
-
-// Within which a process whose message to the sender has failed knows that the fleet has ended. Why comes before
-// the end of the link, and is taken in by another thread.
+// Sends `body` to "worker N" or "trainer N". `control`: null before init. `why_ended` is asked where the sender cannot be reached: the fleet's
+// end as this process knows it, waiting for it for kEndKnownWithinNs at most, or nothing.
+Status send_user_message(Control* control, const std::string& to, const std::string& topic,
+                         const std::string& body,
+                         const std::function<std::optional<Status>()>& why_ended);
+// Why the fleet ended comes before the end of the link, and is taken in by another thread.
 inline constexpr std::int64_t kEndKnownWithinNs = kNanosPerSecond;
 
 }  // namespace shardpull

@@ -144,8 +144,8 @@ struct Trainer::Impl final : TransportSink {
   Status expect_end(GroupStream& stream);
   void release(GroupStream* stream, std::uint32_t group);
   void stop(const std::string& reason, const Status& why);
-  // The sender cannot be reached: why it ended the fleet, where it has said so, else `otherwise`.
-  Status why_ended(const Status& otherwise);
+  // send_user_message()'s.
+  std::optional<Status> why_ended();
   // Waits on `wake` until `ready` (called with `mutex` held), the fleet's end, or `timeout_ms`; the error
   // names `what`.
   enum class Asks : std::uint8_t { kYes, kNo };  // whether FleetOptions::interrupt may end the wait
@@ -219,8 +219,8 @@ struct Trainer::Impl final : TransportSink {
   std::set<std::uint32_t> joined_workers SHARDPULL_GUARDED_BY(mutex);  // sender
   std::optional<Status> table_status SHARDPULL_GUARDED_BY(mutex);
   std::map<std::uint32_t, InitDone> workers_done SHARDPULL_GUARDED_BY(mutex);
-  std::uint64_t times_joined SHARDPULL_GUARDED_BY(mutex) =
-      0;  // sender: workers became ready, ranks came back
+  // Sender: workers became ready, ranks came back.
+  std::uint64_t times_joined SHARDPULL_GUARDED_BY(mutex) = 0;
   std::optional<Status> init_failure
       SHARDPULL_GUARDED_BY(mutex);                             // sender: a member lost before init was over
   bool returned SHARDPULL_GUARDED_BY(mutex) = false;           // this rank, to a fleet that ran already
@@ -345,6 +345,7 @@ Status Trainer::Impl::describe(WeightSource& given) {
 Status Trainer::Impl::wait_for(const std::function<bool()>& ready, std::uint64_t timeout_ms,
                                const std::function<std::string()>& what, Asks asks) {
   Interrupt interrupt(options.fleet, clock);
+  if (asks == Asks::kNo) interrupt.ask_no_more();
   const std::int64_t deadline = timeout_ms == kNoLimit
                                     ? INT64_MAX
                                     : clock.now_ns() + static_cast<std::int64_t>(timeout_ms) * kNanosPerMilli;
@@ -362,19 +363,15 @@ Status Trainer::Impl::wait_for(const std::function<bool()>& ready, std::uint64_t
                     fmt::format("trainer {} waited {} ms for {}", options.rank, timeout_ms, what()),
                     {.reason = Reason::kPeerLost, .fault = Fault::kPeer});
     }
-    if (asks == Asks::kYes) {
-      SHARDPULL_RETURN_IF_ERROR(interrupt.wait(wake, mutex, std::min(left, kNanosPerSecond)));
-    } else {
-      wake.wait_for_ns(mutex, std::min(left, kNanosPerSecond));
-    }
+    SHARDPULL_RETURN_IF_ERROR(interrupt.wait(wake, mutex, std::min(left, kNanosPerSecond)));
   }
   return {};
 }
 
-Status Trainer::Impl::why_ended(const Status& otherwise) {
+std::optional<Status> Trainer::Impl::why_ended() {
   MutexLock lock(mutex);
   wake.wait_for_ns(mutex, kEndKnownWithinNs, [&]() SHARDPULL_REQUIRES(mutex) { return ended.has_value(); });
-  return ended && !ended->ok() ? *ended : otherwise;
+  return ended;
 }
 
 Status Trainer::Impl::join(WeightSource& given) {
@@ -1180,18 +1177,12 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
   for (;;) {
     std::optional<TrainerAction> action;
     const std::int64_t waiting_ns = clock.now_ns();
-    const bool asks = interrupted.ok();
+    Status now;
     {
       MutexLock lock(mutex);
       // Bounded by the watchdogs: of the producer while the sync runs, of the sender's steps, of the
       // heartbeats.
-      while (work.empty() && !ended && interrupted.ok() == asks) {
-        if (asks) {
-          interrupted = interrupt.wait(wake, mutex, kNanosPerSecond);
-        } else {
-          wake.wait_for_ns(mutex, kNanosPerSecond);
-        }
-      }
+      while (work.empty() && !ended && now.ok()) now = interrupt.wait(wake, mutex, kNanosPerSecond);
       if (!work.empty()) {
         action = std::move(work.front());
         work.pop_front();
@@ -1202,7 +1193,11 @@ Status Trainer::Impl::gather_loop(const SyncOpen& open) {
       }
     }
     // The machine drains the sync and ends the loop.
-    if (asks && !interrupted.ok()) progress->run([&] { server->fail(open.sync_id, interrupted); });
+    if (!now.ok()) {
+      interrupted = now;
+      interrupt.ask_no_more();
+      progress->run([&] { server->fail(open.sync_id, interrupted); });
+    }
     gather_log.add({.phase = asked < request.groups.size() ? Phase::kCreditWait : Phase::kEndWait,
                     .begin_ns = waiting_ns,
                     .end_ns = clock.now_ns()});
@@ -1405,17 +1400,7 @@ Result<NextSync> Trainer::next_sync() {
 }
 
 Status Trainer::send_message(const std::string& to, const std::string& topic, const std::string& body) {
-  if (body.size() > kMaxUserMessageBytes) {
-    return Status(StatusCode::kInvalidArgument,
-                  fmt::format("a message of {} bytes: the limit is {}", body.size(), kMaxUserMessageBytes),
-                  {.reason = Reason::kLimit});
-  }
-  SHARDPULL_ASSIGN_OR_RETURN(const Member member, member_from_string(to));
-  if (!impl_->control)
-    return Status(StatusCode::kFailedPrecondition, "send_message before init",
-                  {.reason = Reason::kWrongState});
-  const Status sent = impl_->control->send(member, UserMessage{topic, body});
-  return sent.ok() || member != kSender ? sent : impl_->why_ended(sent);
+  return send_user_message(impl_->control.get(), to, topic, body, [this] { return impl_->why_ended(); });
 }
 
 Result<std::optional<FleetMessage>> Trainer::receive_message(std::uint64_t timeout_ms) {

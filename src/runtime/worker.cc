@@ -133,8 +133,8 @@ struct Worker::Impl final : TransportSink {
   bool in_fleet(std::uint32_t rank) const;
   // Makes the link to the other workers of the replica.
   Status meet_mates();
-  // The sender cannot be reached: why it ended the fleet, where it has said so, else `otherwise`.
-  Status why_ended(const Status& otherwise);
+  // send_user_message()'s.
+  std::optional<Status> why_ended();
   // Waits until `ready` (called with `mutex` held), the fleet's end, or the connect timeout; the error says
   // what was waited for.
   Status wait_for(const std::function<bool()>& ready, const std::string& what);
@@ -230,10 +230,10 @@ struct Worker::Impl final : TransportSink {
 // ---- init
 // ---------------------------------------------------------------------------------------------------------------
 
-Status Worker::Impl::why_ended(const Status& otherwise) {
+std::optional<Status> Worker::Impl::why_ended() {
   MutexLock lock(mutex);
   wake.wait_for_ns(mutex, kEndKnownWithinNs, [&]() SHARDPULL_REQUIRES(mutex) { return ended.has_value(); });
-  return ended && !ended->ok() ? *ended : otherwise;
+  return ended;
 }
 
 Status Worker::Impl::wait_for(const std::function<bool()>& ready, const std::string& what) {
@@ -864,14 +864,7 @@ const Recording& Worker::recording() const {
 }
 
 Status Worker::send_message(const std::string& to, const std::string& topic, const std::string& body) {
-  if (body.size() > kMaxUserMessageBytes) {
-    return Status(StatusCode::kInvalidArgument,
-                  fmt::format("a message of {} bytes: the limit is {}", body.size(), kMaxUserMessageBytes),
-                  {.reason = Reason::kLimit});
-  }
-  SHARDPULL_ASSIGN_OR_RETURN(const Member member, member_from_string(to));
-  const Status sent = impl_->control->send(member, UserMessage{topic, body});
-  return sent.ok() || member != kSender ? sent : impl_->why_ended(sent);
+  return send_user_message(impl_->control.get(), to, topic, body, [this] { return impl_->why_ended(); });
 }
 
 std::uint64_t Worker::engine_bytes() const {

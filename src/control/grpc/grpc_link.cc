@@ -110,7 +110,6 @@ Status member_gone(const Member& member, std::string_view why, Reason reason) {
 namespace {
 
 constexpr std::int64_t kRetryNs = 100 * kNanosPerMilli;
-constexpr std::int64_t kAskEveryNs = 50 * kNanosPerMilli;  // ControlOptions::interrupt
 // How long something that accepts connections may be silent. A gRPC server speaks at once, on threads of its
 // own.
 constexpr std::int64_t kForeignNs = 3 * kNanosPerSecond;
