@@ -277,8 +277,15 @@ Result<std::unique_ptr<Control>> connect_grpc_control(const ControlOptions& opti
                   .peer = to_string(kSender)});
   for (;;) {
     const std::int64_t left_ns = deadline_ns - clock.now_ns();
-    const HubPtr hub = left_ns > 0 ? Addresses::instance().wait_for(options.address, left_ns) : nullptr;
-    if (hub == nullptr) break;
+    if (left_ns <= 0) break;
+    if (options.interrupt) {
+      if (const Status asked = options.interrupt(); !asked.ok()) {
+        failure = asked;
+        break;
+      }
+    }
+    const HubPtr hub = Addresses::instance().wait_for(options.address, std::min(left_ns, kAskEveryNs));
+    if (hub == nullptr) continue;
     const auto answer = std::make_shared<Answer>();
     hub->join(inbox, options.token, [answer, last = answers_at_the_latest(answer)](const Status& status) {
       answer->give(status);

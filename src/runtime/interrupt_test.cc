@@ -28,16 +28,17 @@ TEST(Interrupt, ends_the_waits_for_others_that_do_not_come) {
   const std::vector<TensorMeta> metadata{{"w", DType::kF32, {4, 4}}};
   const ModelSpec kept = tensor_parallel(metadata, 0, 1);
   BoxModel model(metadata, kept);
-  EXPECT_EQ(Worker::connect({.fleet = fleet}, model).status(), enough()) << "no sender";
+  EXPECT_EQ(Worker::connect({.fleet = fleet}, model).status().to_string(), enough().to_string()) << "no sender";
   asked = 0;
   for (const std::uint32_t world_size : {1u, 2u}) {
     auto trainer = Trainer::create({.fleet = fleet, .world_size = world_size});
     ASSERT_TRUE(trainer.ok()) << trainer.status().to_string();
     BoxSource source(**trainer, metadata, sharded(metadata, 1)[0], nullptr, code);
     asked = 0;
-    EXPECT_EQ((*trainer)->init(source), enough()) << "no worker, or no other rank";
+    EXPECT_EQ((*trainer)->init(source).to_string(), enough().to_string())
+        << "no worker, or no other rank";
     asked = 0;
-    EXPECT_EQ((*trainer)->receive_message(1'000'000).status(), enough());
+    EXPECT_EQ((*trainer)->receive_message(1'000'000).status().to_string(), enough().to_string());
   }
   std::filesystem::remove_all(directory);
 }
