@@ -81,7 +81,7 @@ class SHARDPULL_API Worker {
   // error; the modules' states say what they hold). The next sync starts only after it returned.
   using OnSync = std::function<void(std::uint64_t version, const Status& status, const WorkerReport& report)>;
   // Runs syncs as the sender starts them until the fleet shuts down (OK) or the sender is lost (the error). A
-  // failed sync does not end it.
+  // failed sync does not end it. No sync begins while it does not run: one that the sender starts then waits.
   Status serve(const OnSync& on_sync = nullptr);
 
   // The version the parameters hold, or an error listing the modules in a mixed state.

@@ -231,6 +231,13 @@ TrainerOptions trainer_options(const nb::dict& given) {
   return out;
 }
 
+ConversionPolicy conversion_policy(nb::handle value, const std::string& argument) {
+  return choice_of<ConversionPolicy>(value, argument,
+                                     {{"allow", ConversionPolicy::kAllow},
+                                      {"widen", ConversionPolicy::kWiden},
+                                      {"refuse", ConversionPolicy::kRefuse}});
+}
+
 WorkerOptions worker_options(const nb::dict& given) {
   WorkerOptions out;
   Options options(given, "Worker");
@@ -251,10 +258,7 @@ WorkerOptions worker_options(const nb::dict& given) {
     out.enable_eplb = flag_of(value, argument);
   });
   options.take("conversions", [&](nb::handle value, const std::string& argument) {
-    out.bake.conversions = choice_of<ConversionPolicy>(value, argument,
-                                                       {{"allow", ConversionPolicy::kAllow},
-                                                        {"widen", ConversionPolicy::kWiden},
-                                                        {"refuse", ConversionPolicy::kRefuse}});
+    out.bake.conversions = conversion_policy(value, argument);
   });
   options.take("trace_file", out.trace_file);
   options.finish();

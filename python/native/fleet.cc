@@ -272,7 +272,9 @@ class WorkerHandle final : public Engine {
     options.fleet.interrupt = [this] { return interrupt(); };
     ++model_.users;
     try {
-      worker_ = check(blocking("Worker", [&] { return Worker::connect(options, *model.model); }), process());
+      auto connected = blocking("Worker", [&] { return Worker::connect(options, *model.model); });
+      if (!connected.ok()) rethrow_raised(model);
+      worker_ = check(std::move(connected), process());
     } catch (...) {
       --model_.users;
       throw;

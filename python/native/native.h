@@ -52,6 +52,7 @@ std::vector<std::int64_t> sizes_of(nb::handle value, const std::string& argument
 std::string text_of(nb::handle value, const std::string& argument);
 TrainerOptions trainer_options(const nb::dict& given);
 WorkerOptions worker_options(const nb::dict& given);
+ConversionPolicy conversion_policy(nb::handle value, const std::string& argument);
 std::vector<TensorMeta> metadata_of(nb::handle value);
 
 // ---- Tensors
@@ -78,6 +79,8 @@ struct ModelHandle {
   std::unique_ptr<Model> model;
   std::atomic<int> users = 0;
 };
+// Raises what loaders in Python raised in the bake that has just failed, if they did. Needs the GIL.
+void rethrow_raised(const ModelHandle& handle);
 
 // ---- Waits
 
@@ -146,6 +149,7 @@ class Engine {
 
 void bind_tensors(nb::module_& module);
 void bind_model(nb::module_& module);
+void bind_bake(nb::module_& module);
 void bind_fleet(nb::module_& module);
 
 }  // namespace shardpull::python

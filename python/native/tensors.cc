@@ -125,6 +125,7 @@ NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);
   bind_tensors(module);
   bind_model(module);
+  bind_bake(module);
   bind_fleet(module);
 }
 

@@ -85,6 +85,14 @@ def name_of(torch_dtype: str) -> DType:
     return _TORCH[torch_dtype]
 
 
+def torch_dtype(dtype: str, what: str) -> Any:
+    """torch's own dtype of a name."""
+    name = next((own for own, known in _TORCH.items() if known == dtype), None)
+    if name is None or dtype == "F4":  # torch counts F4 in pairs
+        raise InvalidArgumentError(f"{what} has dtype {dtype}, which torch has no tensors of")
+    return getattr(sys.modules["torch"], name)
+
+
 def _of_numpy(tensor: Any, what: str) -> _native.TensorView:
     interface = tensor.__array_interface__
     typestr = str(interface["typestr"])

@@ -208,8 +208,9 @@ struct Worker::Impl final : TransportSink {
   std::shared_ptr<const WorkerPlan> part;          // of the last sync of some names
   bool current_trace = false;                      // the sender wants current_sync's timeline
   bool delivered = true;                           // whether current_sync's result has reached serve()
+  bool serving = false;     // whether serve() runs: a StartUpdate waits for it
   int pending_results = 0;  // handed to serve() whose on_sync has not returned: the next StartUpdate waits
-  std::optional<StartUpdate> deferred;  // for that, or for trainers that are coming back
+  std::optional<StartUpdate> deferred;  // for these, or for trainers that are coming back
 
   Mutex mutex;
   CondVar wake;
@@ -624,7 +625,7 @@ void Worker::Impl::on_control(const Member& from, Incarnation life, ControlBody 
 }
 
 void Worker::Impl::try_start() {
-  if (!deferred || pending_results != 0) return;
+  if (!deferred || !serving || pending_results != 0) return;
   // A mate of one that was lost may still drain the sync that it was taken out of, or ask its mates how that
   // ended: its result follows.
   if (replica->deciding()) return;
@@ -809,6 +810,17 @@ Result<std::unique_ptr<Worker>> Worker::connect(const WorkerOptions& options, Mo
 Status Worker::serve(const OnSync& on_sync) {
   Impl& worker = *impl_;
   Interrupt interrupt(worker.options.fleet, worker.clock);
+  const auto serving = [&worker](bool now) {
+    worker.progress->post([&worker, now] {
+      worker.serving = now;
+      worker.try_start();
+    });
+  };
+  struct Leave {
+    const decltype(serving)& set;
+    ~Leave() { set(false); }
+  } const leave{serving};
+  serving(true);
   for (;;) {
     Impl::Result_ result;
     {

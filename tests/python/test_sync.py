@@ -375,6 +375,41 @@ class Lifetimes(FleetTest):
             trainer.shutdown()
             trainer.shutdown()
 
+    def test_no_sync_begins_while_serve_does_not_run(self):
+        """A sync that the sender starts meanwhile waits for it, and lands then."""
+        sent, kept = torch.zeros(1000), torch.full((1000,), 7.0)
+        fleet = self.fleet()
+
+        def train():
+            with shardpull.Trainer(**fleet) as trainer:
+                trainer.init(shardpull.TensorSource({"w": sent}))
+                started.set()
+                for version in (1, 2):
+                    sent.fill_(version)
+                    trainer.send_weights(version)
+                    over[version].set()
+
+        started, over = threading.Event(), {1: threading.Event(), 2: threading.Event()}
+        thread = Background(train)
+
+        class Enough(Exception):
+            pass
+
+        def once(version, error, report):
+            raise Enough
+
+        with shardpull.Worker(shardpull.Model({"w": kept}), **fleet) as worker:
+            self.assertTrue(started.wait(60))
+            for version, before in ((1, 7.0), (2, 1.0)):
+                self.assertFalse(over[version].wait(0.3))
+                self.assertTrue(bool((kept == before).all()))
+                with self.assertRaises(Enough):
+                    worker.serve(once)
+                self.assertTrue(over[version].wait(60))
+                self.assertTrue(bool((kept == version).all()))
+            worker.serve()
+        thread.result()
+
     def test_what_a_source_raises_is_raised(self):
         """The program's own exception, not a copy; the sync failed for the worker too, and the next one is exact."""
         fleet = self.fleet()

@@ -69,7 +69,8 @@ class Types(unittest.TestCase):
 
         stub = described(ast.parse((SOURCE_DIR / "python/shardpull/_native.pyi").read_text(encoding="utf-8")).body)
         found = actual(_native)
-        found["SyncReport"].pop("__str__")
+        for name in ("SyncReport", "Handle"):
+            found[name].pop("__str__")
         self.assertEqual(stub, found)
 
     def test_a_program_is_checked(self):
