@@ -18,13 +18,21 @@ from ._errors import Error, FailedPreconditionError, InvalidArgumentError
 from ._tensors import name_of, torch_dtype
 
 
+class _Root:
+    """What the fakes of one checkpoint tensor share."""
+
+    cut = False  # parts of it have been taken
+    zero = False  # its loader zeroed it: some ranks add nothing to a sum
+
+
 class FakeTensor(torch.Tensor):
     """A checkpoint tensor, or a part of one, in a bake. It has a shape, strides, a dtype and a device, and no bytes."""
 
     _handle: _native.Handle
+    _root: _Root
 
     @staticmethod
-    def __new__(cls, handle: _native.Handle, device: torch.device) -> FakeTensor:
+    def __new__(cls, handle: _native.Handle, device: torch.device, root: _Root | None = None) -> FakeTensor:
         fake: FakeTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             handle.shape,
@@ -34,6 +42,7 @@ class FakeTensor(torch.Tensor):
             device=device,
         )
         fake._handle = handle
+        fake._root = root or _Root()
         return fake
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -58,8 +67,11 @@ class FakeTensor(torch.Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             raise _unsupported(name, first_fake((args, kwargs)))
-        if first_fake((args[1:], kwargs)) is not None and name not in ("to", "type_as"):
+        if first_fake((args[1:], kwargs)) is not None and name not in ("to", "type_as", "view_as", "reshape_as"):
             raise _unsupported(name, subject, "a checkpoint tensor as an argument")
+        if name == "zero_" and not subject._root.cut and len(args) == 1 and not kwargs:
+            subject._root.zero = True
+            return subject
         if name in _CASTS:
             return _unchanged(subject, name, args[1:], kwargs)
         return _apply(subject, name, args[1:], kwargs)
@@ -249,6 +261,10 @@ _BIND: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 def _apply(fake: FakeTensor, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if method in ("view_as", "reshape_as") and len(args) + len(kwargs) == 1:  # other words for a shape
+        other = next(iter((*args, *kwargs.values())))
+        if isinstance(other, torch.Tensor):
+            return _apply(fake, method.removesuffix("_as"), (other.shape,), {})
     bind = _BIND.get(method)
     if bind is None:
         raise _unsupported(method, fake)
@@ -261,9 +277,10 @@ def _apply(fake: FakeTensor, method: str, args: Sequence[Any], kwargs: dict[str,
             f"{method} of {fake._handle}: {error}", reason="unsupported_op", tensor=fake._handle.name
         ) from None
     result = fake._handle.apply(method, arguments)
+    fake._root.cut = True
     if isinstance(result, tuple):
-        return tuple(FakeTensor(each, fake.device) for each in result)
-    return FakeTensor(result, fake.device)
+        return tuple(FakeTensor(each, fake.device, fake._root) for each in result)
+    return FakeTensor(result, fake.device, fake._root)
 
 
 # ---- Sinks
@@ -324,7 +341,19 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reason="bake_failed",
                 tensor=source.name,
             )
-        _native.record_copy(self._model, *self._window(args[0]), source)
+        if not args[1]._root.zero:
+            _native.record_copy(self._model, *self._window(args[0]), source)
+            return args[0]
+        shape = list(args[0].shape)
+        while len(shape) > len(source.shape) and shape[0] == 1:
+            del shape[0]
+        if shape != list(source.shape):
+            raise InvalidArgumentError(
+                f"the copy of {source}, which its loader zeroed, goes into a window of shape {tuple(args[0].shape)}",
+                reason="bake_failed",
+                tensor=source.name,
+            )
+        _native.record_zero(self._model, *self._window(args[0]))
         return args[0]
 
     def _write(self, func: Any, args: Sequence[Any]) -> Any:

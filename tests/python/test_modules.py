@@ -118,6 +118,8 @@ class Fakes(unittest.TestCase):
             (fake.view(6, 4), fake.view((6, -1))),
             (fake.view(torch.int32), fake.view(dtype=torch.int32)),
             (fake.reshape(2, 12), torch.reshape(fake, (2, 12))),
+            (fake.view(2, 12), fake.view_as(torch.empty(2, 12))),
+            (fake.t().reshape(24), fake.t().reshape_as(fake.view(24))),
             (fake[1], fake[1, ...]),
             (fake[:, 1:5:2], fake[..., slice(1, 5, 2)]),
             (fake.select(0, 1), torch.select(fake, 0, 1)),
@@ -164,7 +166,7 @@ class Fakes(unittest.TestCase):
             "cat": lambda: torch.cat([fake, fake]), "stack": lambda: torch.stack((fake,)), "expand": lambda: fake[:1].expand(4, 4),
             "add_": lambda: fake.add_(1), "zero_": lambda: fake.zero_(), "copy_": lambda: fake.copy_(torch.ones(4, 4)),
             "index_select": lambda: fake.index_select(0, torch.tensor([1])), "sum": lambda: torch.sum(fake), "where": lambda: torch.where(fake > 0, 1, 0),
-            "__setitem__": lambda: fake.__setitem__(0, 1), "repeat": lambda: fake.repeat(2, 1), "untyped_storage": lambda: fake.untyped_storage(),
+            "fill_": lambda: fake.fill_(0), "__setitem__": lambda: fake.__setitem__(0, 1), "repeat": lambda: fake.repeat(2, 1), "untyped_storage": lambda: fake.untyped_storage(),
         }.items():  # fmt: skip
             with self.subTest(name), self.assertRaises(shardpull.InvalidArgumentError) as caught:
                 use()
@@ -415,7 +417,12 @@ class Bakes(FleetTest):
         for load in (one, two, three, four):
             with self.subTest(load.__name__):
                 self.assertEqual(where(load), whole)
+        def six(w, t):  # a rank that adds nothing to a sum zeroes what it loads
+            w.data[:3].copy_(t["a"].zero_())
+            w.data[3:].copy_(t["b"].view(torch.float32))
+
         self.assertEqual(where(five), [("a", "I32", 0, [3, 4], [4, 1]), whole[1]])
+        self.assertEqual(where(six), [("b", "F32", 12, [2, 4], [4, 1]), ("zero", "F32", 0, [3, 4], [4, 1])])
         self.assertEqual(where(lambda w, t: w.data.t().copy_(t["a"]), (4, 3)), [("a", "F32", 0, [3, 4], [1, 3])])
         self.assertEqual(where(lambda w, t: w.data.copy_(t["b"].view(torch.uint8)), (2, 16), torch.uint8), [("b", "U8", 0, [2, 16], [16, 1])])
 
