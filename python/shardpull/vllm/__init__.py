@@ -1,0 +1,1 @@
+"""shardpull for vLLM."""

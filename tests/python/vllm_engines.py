@@ -1,0 +1,57 @@
+"""Engines of vLLM for the tests, in this process, and what they answer."""
+
+import contextlib
+import gc
+import os
+import pathlib
+import tempfile
+
+os.environ.update(
+    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
+    TORCHDYNAMO_DISABLE="1",  # what vLLM compiles even when told to be eager takes longer than all tests
+)  # fmt: skip
+
+import vllm_models
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+PROMPTS = [[5, 17, 300, 42], list(range(10, 40)), [999, 1, 7]]
+SETTINGS = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 4}
+
+
+@contextlib.contextmanager
+def engine(path, **settings):
+    """An engine on a checkpoint's directory."""
+    llm = LLM(str(path), **{**SETTINGS, **settings})
+    try:
+        yield llm
+    finally:
+        with contextlib.suppress(Exception):
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def started(model, weights, **settings):
+    """An engine that started on these weights, or on this version of the model's."""
+    if isinstance(weights, int):
+        weights = vllm_models.weights_of(model, weights)
+    with tempfile.TemporaryDirectory(prefix="shardpull-vllm-") as directory:
+        with engine(vllm_models.write(model, pathlib.Path(directory), weights), **settings) as llm:
+            yield llm
+
+
+def answers(llm):
+    """The tokens that it generates greedily, and the probability of each, bit by bit."""
+    parameters = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, detokenize=False)
+    out = []
+    for request in llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], parameters, use_tqdm=False):
+        answer = request.outputs[0]
+        out.append([(token, chosen[token].logprob) for token, chosen in zip(answer.token_ids, answer.logprobs, strict=True)])
+    return out
+
+
+def worker_of(llm):
+    return llm.llm_engine.model_executor.driver_worker.worker
