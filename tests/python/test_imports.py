@@ -1,4 +1,5 @@
-"""In one process with torch and grpcio, whose own copies of gRPC, protobuf and others must not meet ours: any order of imports."""
+"""In one process with torch, grpcio, vLLM and Ray, whose own copies of gRPC, protobuf and others must not meet ours: any order."""
+# ctest-timeout: 300
 
 import itertools
 import json
@@ -31,7 +32,14 @@ if "grpc" in names:
         server.stop(None).wait()
 else:
     echo = lambda: None
-if "torch" in names:
+if "ray" in names:
+    import ray
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    twice = ray.remote(lambda x: 2 * x)
+    assert ray.get(twice.remote(21), timeout=60) == 42
+if "vllm" in names:
+    from vllm.config import VllmConfig
+if "torch" in names or "vllm" in names:
     import torch
     sent, kept = torch.arange(64.0).reshape(8, 8), torch.zeros(8, 8)
     same = lambda: torch.equal(sent, kept) and bool((sent @ sent).sum() > 0)
@@ -48,6 +56,9 @@ with shardpull.Worker(shardpull.Model({"w": kept}), **options) as worker:
     worker.serve(lambda version, error, report: (echo(), print("exact", same())))
 thread.result()
 echo()
+if "ray" in names:
+    assert ray.get(twice.remote(4), timeout=60) == 8
+    ray.shutdown()
 """
 
 
@@ -57,6 +68,14 @@ class Imports(FleetTest):
             with self.subTest(order):
                 out = self.finish(self.start(SCRIPT, json.dumps(self.fleet("tcp" if order[0] == "torch" else "shm")), ",".join(order)))
                 self.assertEqual(out.split(), ["exact", "True"])
+
+    def test_orders_with_vllm_and_ray(self):
+        names = ("shardpull", "vllm", "ray", "grpc")
+        for order in (names[turn:] + names[:turn] for turn in range(len(names))):
+            with self.subTest(order):
+                environment = {"VLLM_LOGGING_LEVEL": "ERROR", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+                out = self.finish(self.start(SCRIPT, json.dumps(self.fleet()), ",".join(order), environment=environment))
+                self.assertEqual(out.split()[-2:], ["exact", "True"])
 
     def test_nothing_else_is_imported(self):
         """Neither torch nor numpy, until a program does."""
