@@ -104,6 +104,16 @@ class Names(unittest.TestCase):
                     wrong.append(f"{path.relative_to(ROOT)}: {code}")
         self.assertEqual(wrong, [])
 
+    def test_every_reason_is_explained(self):
+        """Each that a status can have, once, and no other."""
+        body = (ROOT / "src/base/status.cc").read_text(encoding="utf-8")
+        body = body.split("std::string_view to_string(Reason reason) {", 1)[1].split("\n}\n", 1)[0]
+        reasons = set(re.findall(r'case Reason::k\w+:\s*return "(\w+)";', body))
+        self.assertGreater(len(reasons), 15)
+        section = (ROOT / "docs/TROUBLESHOOTING.md").read_text(encoding="utf-8").split("## By reason", 1)[1].split("\n## ", 1)[0]
+        rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+        self.assertEqual(sorted(rows), sorted(reasons))
+
     def test_control_messages_are_documented(self):
         proto = (ROOT / "proto/shardpull/v1/control.proto").read_text(encoding="utf-8")
         text = (DOCS / "PROTOCOL.md").read_text(encoding="utf-8")
