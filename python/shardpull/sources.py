@@ -240,7 +240,7 @@ class _StateReader(_Reader):
     def __init__(self, source: _StateSource, state: Mapping[str, Any]) -> None:
         self._source = source
         self._state = state
-        self._here = functools.cache(self._shards)
+        self._here: dict[str, Sharded] = {}
 
     def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
         needed = dict.fromkeys(name for wanted in names for name in self._source._takes[wanted].tensors)
@@ -248,15 +248,17 @@ class _StateReader(_Reader):
             return {name: self._state[name].full_tensor() for name in needed if name in self._source._gathered}
 
     def read(self, name: str, gathered: dict[str, Tensor]) -> list[Tensor]:
-        made = self._source._takes[name].of(lambda of: _whole(of, gathered[of]) if of in gathered else self._here(of))
+        made = self._source._takes[name].of(lambda of: _whole(of, gathered[of]) if of in gathered else self._shards(of))
         if _held(name, made) != self._source._held[name]:
             raise FailedPreconditionError(f"'{name}' has another dtype, shape or placement than as the source was made", tensor=name)
         return [part.tensor for part in _solid(made)]
 
     def _shards(self, name: str) -> Sharded:
-        if name not in self._state:
-            raise FailedPreconditionError(f"'{name}' was there as the source was made, and is gone", tensor=name)
-        return self._source._shards(name, self._state[name])
+        if name not in self._here:
+            if name not in self._state:
+                raise FailedPreconditionError(f"'{name}' was there as the source was made, and is gone", tensor=name)
+            self._here[name] = self._source._shards(name, self._state[name])
+        return self._here[name]
 
 
 class StateDictSource(_StateSource):

@@ -2,34 +2,15 @@
 
 # ctest-timeout: 300
 
-import os
-import pathlib
 import time
 import unittest
 
-from fleet_testing import FleetTest, SANITIZED, has_cma
+from fleet_testing import FleetTest, SANITIZED, has_cma, held_by
 
 SYNCS = 600  # enough to be running still when the second sample is taken
 FIRST, LAST = 20, 220  # where the two samples are taken
 WAYS = [("shm", "packed"), ("shm", "mapped"), ("shm", "direct"), ("cma", "packed"), ("cma", "direct"), ("tcp", "packed"), ("tcp", "direct")]
 MAX_GROWTH = 1 << 20  # of anonymous memory, in 200 syncs
-
-
-# gRPC's pool takes and lets go threads as it sees fit.
-GRPC_THREADS = ("grpc", "event_engine", "nexting_thread", "timer_manager", "default-executo", "resolver-execut")
-
-
-def sample(pid):
-    """(threads without gRPC's, descriptors, mapped memory files, bytes of anonymous memory) of a process, or None when it is gone."""
-    proc = pathlib.Path("/proc") / str(pid)
-    try:
-        anonymous = next(int(line.split()[1]) << 10 for line in (proc / "status").read_text().splitlines() if line.startswith("RssAnon:"))
-        segments = sum("memfd:" in line or "/dev/shm/" in line for line in (proc / "maps").read_text().splitlines())
-        threads = [comm.read_text() for comm in proc.glob("task/*/comm")]
-        own = sum(not name.startswith(GRPC_THREADS) for name in threads)
-        return own, len(os.listdir(proc / "fd")), segments, anonymous
-    except (OSError, StopIteration):
-        return None
 
 
 class Growth(FleetTest):
@@ -44,7 +25,7 @@ class Growth(FleetTest):
         least = {}
         for _ in range(5):
             for name, pid in pids.items():
-                now = sample(pid)
+                now = held_by(pid)
                 self.assertIsNotNone(now, f"{name} is gone")
                 least[name] = now if name not in least else tuple(map(min, least[name], now))
             time.sleep(0.002)
