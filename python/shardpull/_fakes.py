@@ -90,11 +90,12 @@ class FakeTensor(torch.Tensor):
 def first_fake(values: Any) -> FakeTensor | None:
     if isinstance(values, FakeTensor):
         return values
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return None
-    return next((fake for fake in map(first_fake, values) if fake is not None), None)
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, FakeTensor):
+            return value
+        if isinstance(value, (list, tuple, dict)) and (found := first_fake(value)) is not None:
+            return found
+    return None
 
 
 def _name(func: Any) -> str | None:

@@ -42,6 +42,9 @@ _TORCH: dict[str, DType] = {
 }  # fmt: skip
 
 
+_NAMED: dict[str, str] = {own: torch_name for torch_name, own in _TORCH.items()}
+
+
 def describe(tensor: Tensor, what: str) -> _native.TensorView:
     """Where `tensor` lies. Errors call it `what`. torch is not imported: a tensor of torch's means that it is."""
     torch = sys.modules.get("torch")
@@ -87,7 +90,7 @@ def name_of(torch_dtype: str) -> DType:
 
 def torch_dtype(dtype: str, what: str) -> Any:
     """torch's own dtype of a name."""
-    name = next((own for own, known in _TORCH.items() if known == dtype), None)
+    name = _NAMED.get(dtype)
     if name is None or dtype == "F4":  # torch counts F4 in pairs
         raise InvalidArgumentError(f"{what} has dtype {dtype}, which torch has no tensors of")
     return getattr(sys.modules["torch"], name)
