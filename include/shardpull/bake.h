@@ -20,9 +20,11 @@ namespace shardpull {
 // the parameter's).
 struct Destination {
   std::uint32_t parameter = 0;  // index into Recording::parameters
-  DType dtype = DType::kF32;
-  std::int64_t offset = 0;
-  std::vector<std::int64_t> shape, stride;
+  DType dtype = DType::kF32;    // of the view that was written through
+  std::int64_t offset = 0;      // from the parameter's first element
+  // Both in elements:
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> stride;
   friend bool operator==(const Destination&, const Destination&) = default;
 };
 
@@ -30,18 +32,18 @@ struct Destination {
 // equals `shape` (leading 1s of the destination are dropped); a slice without elements is legal.
 struct Scatter {
   std::uint32_t name = 0;  // index into the metadata
-  DType wire_dtype = DType::kF32;
-  Slice slice;
+  DType wire_dtype = DType::kF32;   // what the bytes travel as
+  Slice slice;                      // which elements of the tensor
   std::vector<std::int64_t> shape;  // the chain's result shape
   std::string chain;                // how to get there from the tensor: ".narrow(0, 512, 512)"
-  Destination destination;
+  Destination destination;          // where they land
   friend bool operator==(const Scatter&, const Scatter&) = default;
 };
 
 // A destination window that takes no source: zeroed when its module is materialised, before its first
 // scatter.
 struct Fill {
-  Destination destination;
+  Destination destination;  // what is zeroed
   friend bool operator==(const Fill&, const Fill&) = default;
 };
 
@@ -49,8 +51,10 @@ struct Fill {
 struct RecordedParameter {
   std::uint32_t module = 0;  // index into Recording::modules
   std::string name;          // "weight"
-  DType dtype = DType::kF32;
-  std::vector<std::int64_t> shape, stride;
+  DType dtype = DType::kF32;            // of its elements
+  // Both in elements:
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> stride;
   bool optional = false;                // a buffer: Parameter::optional
   std::vector<std::byte> initial = {};  // a buffer's bytes before anything feeds it; empty: none given
   friend bool operator==(const RecordedParameter&, const RecordedParameter&) = default;
@@ -58,24 +62,27 @@ struct RecordedParameter {
 
 // Another name and shape for a parameter's storage: Module::add_alias.
 struct RecordedAlias {
-  std::uint32_t module = 0;  // the alias's own, index into Recording::modules
-  std::string name;
+  std::uint32_t module = 0;     // the alias's own, index into Recording::modules
+  std::string name;             // within that module
   std::uint32_t parameter = 0;  // whose storage it is, index into Recording::parameters
-  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> shape;  // in elements; contiguous
   friend bool operator==(const RecordedAlias&, const RecordedAlias&) = default;
 };
 
+// A module of the model: Module.
 struct RecordedModule {
-  std::string name, type;
+  std::string name;    // dotted
+  std::string type;    // "QKVParallelLinear"
   bool baked = false;  // the union of what is written covers it; false for a module that nothing writes into
-  bool has_post_process = false;
+  bool has_post_process = false;  // whether Module::post_process is set
   std::vector<std::string> aliases = {};  // its other paths (Model::add_module_alias), ascending
   friend bool operator==(const RecordedModule&, const RecordedModule&) = default;
 };
 
 // A name that feeds a module which did not bake.
 struct RecordedFallback {
-  std::uint32_t name = 0, module = 0;
+  std::uint32_t name = 0;    // index into the metadata
+  std::uint32_t module = 0;  // index into Recording::modules
   friend bool operator==(const RecordedFallback&, const RecordedFallback&) = default;
 };
 
@@ -87,9 +94,10 @@ enum class UnbakedPolicy : std::uint8_t { kStrict, kFallback };
 // A parameter of another dtype than the chain.
 enum class ConversionPolicy : std::uint8_t { kAllow, kWiden, kRefuse };
 
+// What a bake lets pass.
 struct BakeOptions {
-  UnbakedPolicy unbaked = UnbakedPolicy::kStrict;
-  ConversionPolicy conversions = ConversionPolicy::kAllow;
+  UnbakedPolicy unbaked = UnbakedPolicy::kStrict;           // a name that did not bake
+  ConversionPolicy conversions = ConversionPolicy::kAllow;  // a parameter of another dtype than the chain
 };
 
 // Everything a plan needs to know of a worker. Parameter and module order are the model's; scatters are in
@@ -97,11 +105,11 @@ struct BakeOptions {
 // overlap, fills included, so that they may run in any order.
 struct Recording {
   std::string metadata;  // digest of the names, dtypes and shapes that `name` indices are of, 32 hex digits
-  std::vector<RecordedModule> modules;
-  std::vector<RecordedParameter> parameters;
-  std::vector<RecordedAlias> aliases;
-  std::vector<Scatter> scatters;
-  std::vector<Fill> fills;
+  std::vector<RecordedModule> modules;        // in the model's order
+  std::vector<RecordedParameter> parameters;  // those that own storage, in the model's order
+  std::vector<RecordedAlias> aliases;         // in the model's order
+  std::vector<Scatter> scatters;              // of baked modules, in recording order
+  std::vector<Fill> fills;                    // of baked modules
   std::vector<std::uint32_t> live;       // names whose copy fired, ascending
   std::vector<std::uint32_t> dead;       // names that never fired here, ascending
   std::vector<std::uint32_t> unbaked;    // live names that feed a module which did not bake (policy fallback)

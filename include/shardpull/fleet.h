@@ -41,8 +41,8 @@ struct FleetOptions {
   std::uint64_t token = 0;
   std::uint64_t connect_timeout_ms = 60'000;  // how long a process waits for the others to appear
   std::uint64_t stall_timeout_ms = 300'000;   // a running sync without progress for this long fails
-  std::uint64_t heartbeat_ms = 500;
-  std::uint64_t dead_after_ms = 5'000;
+  std::uint64_t heartbeat_ms = 500;           // how often processes show each other that they live
+  std::uint64_t dead_after_ms = 5'000;        // a process that shows no sign of life for this long is dead
   // What the programs on top were given and must all have been given alike, as text for people: a setting a
   // line, best as "name=value". A process whose text is another is refused as it joins, with what differs.
   std::string settings = {};
@@ -52,7 +52,7 @@ struct FleetOptions {
   // Lets this process listen where other hosts reach it: neither the token nor the weights are encrypted.
   // Without it anything but loopback is refused. With kTcp and kUcx every process listens, workers too.
   bool insecure_listen = false;
-  TransportKind transport = TransportKind::kAuto;
+  TransportKind transport = TransportKind::kAuto;  // the same for all processes of a fleet
   // kTcp, kUcx: the network interfaces to use, "eth0" or "eth0,eth1"; empty: the one that leads to the
   // rendezvous.
   std::string interfaces = {};
@@ -99,7 +99,7 @@ SHARDPULL_API std::string_view to_string(Phase phase);  // "transfer", "produce 
 
 // One phase of a process in one sync.
 struct PhaseTime {
-  Phase phase = Phase::kEngine;
+  Phase phase = Phase::kEngine;  // which one
   std::uint64_t charged_ns = 0;  // these add up to the process's time
   std::uint64_t active_ns = 0;   // while it was under way at all, also beside others
   std::uint64_t count = 0;       // how often
@@ -108,7 +108,7 @@ struct PhaseTime {
 
 // One worker's part of a finished sync.
 struct WorkerReport {
-  std::uint32_t consumer = 0;
+  std::uint32_t consumer = 0;     // the worker's id
   std::uint64_t bytes_kept = 0;   // unique source bytes it keeps of this sync's names, in wire dtypes
   std::uint64_t bytes_moved = 0;  // by the transport's counters, headers apart
   std::uint64_t update_ns = 0;    // duration of its update
@@ -124,20 +124,19 @@ struct WorkerReport {
   std::vector<PhaseTime> phases = {};
   // The trainer that most of kProduceWait was spent on, and how much; meaningless when waited_ns is 0.
   std::uint32_t waited_for = 0;
-  std::uint64_t waited_ns = 0;
+  std::uint64_t waited_ns = 0;  // 0: for none
 };
 
 // One rank's part of a finished sync.
 struct RankReport {
-  std::uint32_t rank = 0;
-  std::uint64_t export_ns = 0;  // time spent copying small tensors into export buffers
-  std::uint64_t export_bytes = 0;
+  std::uint32_t rank = 0;          // the trainer's
+  std::uint64_t export_ns = 0;     // time spent copying small tensors into export buffers
+  std::uint64_t export_bytes = 0;  // that it copied there
   // Most bytes of gathered groups held at once; of a resident rank everything it published.
   std::uint64_t peak_resident_bytes = 0;
-  // Pulls packed into serve slots in this sync, and their bytes. Workers of different replicas that take the
-  // same share one.
+  // Pulls packed into serve slots in this sync. Workers of different replicas that take the same share one.
   std::uint64_t packs = 0;
-  std::uint64_t packed_bytes = 0;
+  std::uint64_t packed_bytes = 0;  // of those
   std::uint64_t wall_ns = 0;  // from when it learnt of the sync to when all its groups were freed
   // By priority, each at most once. What is charged adds up to wall_ns.
   std::vector<PhaseTime> phases = {};
@@ -145,8 +144,8 @@ struct RankReport {
 
 // A finished sync, as the sender sees it.
 struct SyncReport {
-  std::uint64_t sync_id = 0;
-  std::uint64_t version = 0;
+  std::uint64_t sync_id = 0;                     // the sender's number, never reused in a fleet's life
+  std::uint64_t version = 0;                     // the caller's
   std::uint64_t wall_ns = 0;                     // from the call of send_weights to the last commit
   std::vector<WorkerReport> workers;             // the sender's report only
   std::vector<RankReport> ranks;                 // all ranks on the sender, itself elsewhere
@@ -162,9 +161,9 @@ SHARDPULL_API std::string summary_line(const SyncReport& report);
 
 // Free text between the programs on top of a fleet, delivered in order per pair, at most 1 MiB.
 struct FleetMessage {
-  std::string from;  // "trainer 0", "worker 3"
-  std::string topic;
-  std::string body;
+  std::string from;   // "trainer 0", "worker 3"
+  std::string topic;  // for whoever reads it to tell messages apart
+  std::string body;   // at most 1 MiB
 };
 
 }  // namespace shardpull

@@ -10,9 +10,9 @@ namespace shardpull {
 
 // Freed when the last owner lets go.
 struct EngineMemory {
-  std::byte* data = nullptr;
-  std::uint64_t bytes = 0;
-  std::shared_ptr<void> owner;
+  std::byte* data = nullptr;    // page-aligned
+  std::uint64_t bytes = 0;      // all of them usable
+  std::shared_ptr<void> owner;  // keeps the memory
 };
 
 }  // namespace shardpull

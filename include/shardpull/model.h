@@ -39,12 +39,13 @@ class SHARDPULL_API ParameterView {
  public:
   // The parameter that owns the storage: of an alias, the aliased one.
   Parameter& parameter() const { return *parameter_; }
-  DType dtype() const { return dtype_; }
-  const std::vector<std::int64_t>& shape() const { return shape_; }
-  const std::vector<std::int64_t>& stride() const { return stride_; }
-  std::int64_t offset() const { return offset_; }
+  DType dtype() const { return dtype_; }                               // the window's, not the parameter's
+  const std::vector<std::int64_t>& shape() const { return shape_; }    // in elements of dtype()
+  const std::vector<std::int64_t>& stride() const { return stride_; }  // in elements of dtype()
+  std::int64_t offset() const { return offset_; }                      // from the parameter's first element
   std::string to_string() const;  // "model.norm.weight+8 BF16 [8]"
 
+  // A window within this one, as PyTorch's method of this name:
   Result<ParameterView> narrow(std::int64_t dim, std::int64_t start, std::int64_t length) const;
   Result<ParameterView> select(std::int64_t dim, std::int64_t index) const;
   Result<ParameterView> transpose(std::int64_t d0, std::int64_t d1) const;
@@ -97,18 +98,19 @@ using Loader = std::function<Status(Parameter&, const Tensor& loaded, const std:
 // (module-owned kernel storage by index; none yet). On the post-process thread; with staged apply, within the commit.
 using PostProcess = std::function<Status(Module&, const std::vector<std::byte*>& outputs)>;
 
+// One parameter of a module: shape, dtype, loader and memory. Made and owned by its Module.
 class SHARDPULL_API Parameter {
  public:
   Parameter(const Parameter&) = delete;
   Parameter& operator=(const Parameter&) = delete;
 
-  Module& module() const { return *module_; }
+  Module& module() const { return *module_; }        // that it is of
   const std::string& name() const { return name_; }  // "weight"
   std::string full_name() const;                     // "model.layers.0.self_attn.qkv_proj.weight"
-  DType dtype() const { return dtype_; }
-  const std::vector<std::int64_t>& shape() const { return shape_; }
+  DType dtype() const { return dtype_; }             // of its elements
+  const std::vector<std::int64_t>& shape() const { return shape_; }    // in elements
   const std::vector<std::int64_t>& stride() const { return stride_; }  // in elements
-  std::int64_t numel() const;
+  std::int64_t numel() const;                        // elements
   std::uint64_t storage_bytes() const;  // bytes from the first to past the last addressable element
   const Loader& loader() const { return loader_; }  // null: the default loader (whole copy_)
   // Calls the loader, or the default one. While it runs, copies into this parameter's storage count as this
@@ -121,10 +123,10 @@ class SHARDPULL_API Parameter {
   // True when no source needs to feed it: a buffer. It is left alone then, and counts for nothing; once
   // something writes into it, it must be covered like any other.
   bool optional() const { return optional_; }
-  // The parameter whose storage this one is another view of; itself when it owns its storage.
+  // The parameter whose storage this one is another view of; itself when it owns its storage:
   Parameter& storage() { return storage_ == nullptr ? *this : *storage_; }
   const Parameter& storage() const { return storage_ == nullptr ? *this : *storage_; }
-  bool is_alias() const { return storage_ != nullptr; }
+  bool is_alias() const { return storage_ != nullptr; }  // whether that is another one
 
   // Memory. Null until Model::materialise or bind gave it some, and while the model bakes. Owned by the model
   // unless bound.
@@ -156,12 +158,13 @@ class SHARDPULL_API Parameter {
   std::vector<std::byte> initial_;  // what materialise writes; empty: the fill
 };
 
+// One module: a name and its parameters. Made and owned by its Model.
 class SHARDPULL_API Module {
  public:
   const std::string& name() const { return name_; }  // dotted, "" for the root
   const std::string& type() const { return type_; }  // "QKVParallelLinear"
   std::uint32_t index() const { return index_; }     // position in Model::modules()
-  Model& model() const { return *model_; }
+  Model& model() const { return *model_; }           // that it is of
   // Those that own storage, in the order they were added.
   const std::vector<std::unique_ptr<Parameter>>& parameters() const { return parameters_; }
   // Those that are another view of some parameter's storage, in the order they were added.
@@ -187,8 +190,8 @@ class SHARDPULL_API Module {
   // Declares a window of the parameter (offset and strides in its elements) as padding. Refused: one that
   // lies outside the parameter or overlaps itself, and as above.
   Status declare_padding(std::string_view parameter, Region region);
-  void set_post_process(PostProcess hook) { post_process_ = std::move(hook); }
-  const PostProcess& post_process() const { return post_process_; }
+  void set_post_process(PostProcess hook) { post_process_ = std::move(hook); }  // null: none
+  const PostProcess& post_process() const { return post_process_; }             // null: none
 
  private:
   friend class Model;
@@ -206,10 +209,11 @@ class SHARDPULL_API Module {
 
 // Fake or real checkpoint tensors by name, in the source's order, as load_weights receives them.
 struct NamedTensor {
-  std::string name;
-  Tensor tensor;
+  std::string name;  // of the checkpoint
+  Tensor tensor;     // the whole one
 };
 
+// A worker's model; derive from it to say what load_weights does.
 class SHARDPULL_API Model {
  public:
   Model();
@@ -238,6 +242,7 @@ class SHARDPULL_API Model {
   // Makes `alias` another path of an existing module (tied embeddings share the module): find_module finds
   // it, a bake counts it once. Refused: a name that exists already.
   Status add_module_alias(std::string alias, Module& target);
+  // In the order in which they were added.
   const std::vector<std::unique_ptr<Module>>& modules() const { return modules_; }
   Module* find_module(std::string_view name) const;  // null when absent
   // The other paths of modules, ascending.

@@ -37,8 +37,9 @@ SHARDPULL_API Result<std::string> write_recording(const Recording& recording,
                                                   const std::vector<TensorMeta>& metadata,
                                                   const RecordingHeader& header);
 
+// A recording file as it was read.
 struct RecordingFile {
-  RecordingHeader header;
+  RecordingHeader header;  // who made it, for what
   Recording recording;  // its names are indices into the metadata it was read against
 };
 

@@ -22,10 +22,11 @@ namespace shardpull {
 
 inline constexpr int kMaxDims = 8;        // dims per region, and dims of any tensor
 inline constexpr int kMaxRegions = 64;    // regions per slice
-inline constexpr int kSliceFormatVersion = 1;
+inline constexpr int kSliceFormatVersion = 1;  // travels where slices do
 
+// One dim of a region.
 struct Dim {
-  std::int64_t size = 0;
+  std::int64_t size = 0;    // in elements
   std::int64_t stride = 0;  // in elements
   friend bool operator==(const Dim&, const Dim&) = default;
 };
@@ -34,13 +35,14 @@ struct Dim {
 struct SHARDPULL_API Region {
   std::int64_t offset = 0;  // in elements, >= 0
   std::vector<Dim> dims;    // at most kMaxDims
-  std::int64_t numel() const;
+  std::int64_t numel() const;  // the product of the sizes
   friend bool operator==(const Region&, const Region&) = default;
 };
 
+// Regions, whose elements follow each other.
 struct SHARDPULL_API Slice {
   std::vector<Region> regions;  // at most kMaxRegions; none = no elements
-  std::int64_t numel() const;
+  std::int64_t numel() const;   // of all regions
   // The whole of a contiguous tensor of `numel` elements: one region of one dim (or empty).
   static Slice whole(std::int64_t numel);
   friend bool operator==(const Slice&, const Slice&) = default;

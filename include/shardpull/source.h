@@ -17,33 +17,33 @@ namespace shardpull {
 
 // One checkpoint tensor: name, wire-facing dtype and GLOBAL shape. Immutable.
 struct TensorMeta {
-  std::string name;  // UTF-8
-  DType dtype = DType::kF32;
-  std::vector<std::int64_t> shape;
+  std::string name;                 // UTF-8
+  DType dtype = DType::kF32;        // that the tensor travels in
+  std::vector<std::int64_t> shape;  // of the whole tensor
   friend bool operator==(const TensorMeta&, const TensorMeta&) = default;
 };
 
 // A box in a tensor's global shape: per dim [start, start+size). Empty vectors mean the whole tensor.
 struct Box {
-  std::vector<std::int64_t> start;
-  std::vector<std::int64_t> size;
-  bool whole() const { return start.empty(); }
+  std::vector<std::int64_t> start;              // per dim
+  std::vector<std::int64_t> size;               // per dim
+  bool whole() const { return start.empty(); }  // whether it is the whole tensor
   friend bool operator==(const Box&, const Box&) = default;
 };
 
 // What one rank holds of one name. Whole tensors are the common box.
 struct Piece {
   std::uint32_t name = 0;  // index into the metadata
-  Box box;
-  std::uint32_t rank = 0;
+  Box box;                 // in the tensor's global shape
+  std::uint32_t rank = 0;  // that holds it
   friend bool operator==(const Piece&, const Piece&) = default;
 };
 
 // A view over the source's memory. Borrowed: valid and unchanged from the moment it is yielded until the
 // group it belongs to has been freed (the source is told by GroupStream::released).
 struct TensorView {
-  const std::byte* data = nullptr;  // the view's first element
-  DType dtype = DType::kF32;
+  const std::byte* data = nullptr;     // the view's first element
+  DType dtype = DType::kF32;           // equals the metadata's
   std::vector<std::int64_t> shape;     // equals the metadata's shape (or the piece's box)
   std::vector<std::int64_t> stride;    // in elements; may be any non-negative strides
   const std::byte* storage = nullptr;  // start of the underlying storage (several views may share one)
@@ -60,12 +60,13 @@ struct TensorView {
 struct NamedView {
   std::uint32_t name = 0;   // index into the metadata
   std::uint32_t piece = 0;  // which of this rank's pieces of the name; 0 for a name held whole
-  std::optional<TensorView> view;
+  std::optional<TensorView> view;  // nothing: not held, or not asked for
 };
 
+// A gather group as a source yields it.
 struct GroupTensors {
-  std::uint32_t group = 0;
-  std::vector<NamedView> tensors;
+  std::uint32_t group = 0;         // its number
+  std::vector<NamedView> tensors;  // an entry for every name of it, in metadata order
 };
 
 // One pass over a rank's owned groups. Destroying it is the source's closing code: it runs after the last
@@ -83,8 +84,8 @@ class SHARDPULL_API GroupStream {
 
 // What one sync asks of the source.
 struct SyncRequest {
-  std::uint64_t sync_id = 0;
-  std::uint64_t version = 0;
+  std::uint64_t sync_id = 0;          // the sender's number
+  std::uint64_t version = 0;          // what send_weights was called with
   std::vector<std::uint32_t> groups;  // the owned groups to yield, ascending
   // The names this sync is restricted to, ascending; empty: all. Only they need views, and only groups that
   // have one of them are asked for.

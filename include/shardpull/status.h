@@ -68,16 +68,16 @@ enum class Reason : std::uint16_t {
   kHost,                // the operating system refused something
   kCorrupt,             // bytes that arrived are not the bytes that were sent
 };
-SHARDPULL_API std::string_view to_string(Reason reason);
+SHARDPULL_API std::string_view to_string(Reason reason);  // "bad_argument", "peer_lost"; unknown: "unspecified"
 
 // Whose fault an error is.
 enum class Fault : std::uint8_t { kUser, kPeer, kHost, kLibrary };
 
 // The machine-readable half of an error.
 struct ErrorInfo {
-  Reason reason = Reason::kUnspecified;
-  Fault fault = Fault::kUser;
-  bool retryable = false;  // whether the same call may succeed later without anybody changing anything
+  Reason reason = Reason::kUnspecified;  // what went wrong
+  Fault fault = Fault::kUser;            // whose fault it is
+  bool retryable = false;   // whether the same call may succeed later without anybody changing anything
   std::string peer = {};    // "trainer 1", "worker 3", or empty
   std::string tensor = {};  // checkpoint name or module.parameter, or empty
 };
@@ -89,11 +89,12 @@ SHARDPULL_API std::string printable(std::string_view text);
 class [[nodiscard]] SHARDPULL_API Status {
  public:
   Status() noexcept = default;  // OK
+  // An error. With code kOk the rest is dropped.
   Status(StatusCode code, std::string message, ErrorInfo info = {});
 
-  static Status ok_status() { return {}; }
-  bool ok() const noexcept { return rep_ == nullptr; }
-  StatusCode code() const noexcept;
+  static Status ok_status() { return {}; }                // OK, by name
+  bool ok() const noexcept { return rep_ == nullptr; }    // whether it is no error
+  StatusCode code() const noexcept;             // kOk when OK
   const std::string& message() const noexcept;  // empty when OK
   const ErrorInfo& info() const noexcept;       // defaults when OK
 
@@ -104,6 +105,7 @@ class [[nodiscard]] SHARDPULL_API Status {
   // Marks a deliberately dropped status.
   void ignore() const noexcept {}
 
+  // Whether code and message are the same.
   friend bool operator==(const Status& a, const Status& b) {
     return a.code() == b.code() && a.message() == b.message();
   }
@@ -122,8 +124,10 @@ class [[nodiscard]] Result {
     if (std::get<0>(state_).ok()) std::abort();  // a Result built from OK has no value: a bug of the caller
   }
 
-  bool ok() const noexcept { return state_.index() == 1; }
+  bool ok() const noexcept { return state_.index() == 1; }  // whether there is a value
+  // OK where there is a value, else why there is none.
   Status status() const { return ok() ? Status() : std::get<0>(state_); }
+  // The value, in each of the ways that std::optional gives one:
   T& value() & { return std::get<1>(require()); }
   const T& value() const& { return std::get<1>(const_cast<Result*>(this)->require()); }
   T&& value() && { return std::get<1>(std::move(require())); }

@@ -25,21 +25,32 @@
 
 namespace shardpull {
 
-// One entry of an op chain, as a person reads it and a recording stores it. `method` is a name of the op table; arguments
-// are the normalised ones (positional order, defaults filled in where the table says so).
-struct IndexSlice {  // Python's start:stop:step, absent parts empty
-  std::optional<std::int64_t> start, stop, step;
+// Python's start:stop:step, absent parts empty.
+struct IndexSlice {
+  std::optional<std::int64_t> start;  // from which index
+  std::optional<std::int64_t> stop;   // before which index
+  std::optional<std::int64_t> step;   // 1 where absent
   friend bool operator==(const IndexSlice&, const IndexSlice&) = default;
 };
-struct IndexNone { friend bool operator==(const IndexNone&, const IndexNone&) = default; };
-struct IndexEllipsis { friend bool operator==(const IndexEllipsis&, const IndexEllipsis&) = default; };
+// Python's None: a dim of size 1 more.
+struct IndexNone {
+  friend bool operator==(const IndexNone&, const IndexNone&) = default;
+};
+// Python's `...`: all dims that the other items leave.
+struct IndexEllipsis {
+  friend bool operator==(const IndexEllipsis&, const IndexEllipsis&) = default;
+};
+// One item of an index expression.
 using IndexItem = std::variant<std::int64_t, IndexSlice, IndexNone, IndexEllipsis>;
+// An argument of an operation.
 using OpArg = std::variant<std::int64_t, std::vector<std::int64_t>, DType, std::vector<IndexItem>>;
+// One entry of an op chain, as a person reads it and a recording stores it.
 struct Op {
-  std::string method;
-  std::vector<OpArg> args;
+  std::string method;       // a name of the op table
+  std::vector<OpArg> args;  // normalised: positional order, defaults filled in where the table says so
   friend bool operator==(const Op&, const Op&) = default;
 };
+// What was done to a tensor, from the first operation to the last.
 using OpChain = std::vector<Op>;
 SHARDPULL_API std::string to_string(const OpChain& chain);  // ".narrow(0, 512, 512).transpose(0, 1)"
 
@@ -57,25 +68,25 @@ class SHARDPULL_API Tensor {
   static Result<Tensor> real_strided(std::string name, DType dtype, std::vector<std::int64_t> shape,
                                      std::vector<std::int64_t> stride, const std::byte* data);
 
-  bool is_fake() const;
+  bool is_fake() const;                         // whether it has no memory
   const std::string& name() const;              // of the checkpoint tensor at the root
-  DType dtype() const;
-  const std::vector<std::int64_t>& shape() const;
+  DType dtype() const;                          // of its elements
+  const std::vector<std::int64_t>& shape() const;   // in elements of dtype()
   const std::vector<std::int64_t>& stride() const;  // in elements of dtype()
   std::int64_t offset() const;                  // in elements of dtype(), from the root's (or last materialised copy's) start
-  std::int64_t dim() const;
+  std::int64_t dim() const;                     // how many dims
   std::int64_t size(std::int64_t d) const;      // d in [-dim, dim); out of range gives -1
-  std::int64_t numel() const;
-  bool is_contiguous() const;
-  const OpChain& chain() const;
+  std::int64_t numel() const;                   // elements
+  bool is_contiguous() const;                   // whether its elements lie row-major, without gaps
+  const OpChain& chain() const;                 // how it came from the root
   std::string to_string() const;                // "model.embed_tokens.weight.narrow(0, 512, 512) BF16 [512, 64]"
 
-  // The op table. Argument meaning as in PyTorch.
+  // As PyTorch's method of this name:
   Result<Tensor> narrow(std::int64_t dim, std::int64_t start, std::int64_t length) const;
   Result<Tensor> view(std::vector<std::int64_t> sizes) const;
   Result<Tensor> view(DType dtype) const;
   Result<Tensor> reshape(std::vector<std::int64_t> sizes) const;
-  Result<Tensor> index(std::vector<IndexItem> items) const;   // __getitem__
+  Result<Tensor> index(std::vector<IndexItem> items) const;   // PyTorch's __getitem__
   Result<Tensor> select(std::int64_t dim, std::int64_t index) const;
   Result<Tensor> unsqueeze(std::int64_t dim) const;
   Result<Tensor> squeeze() const;

@@ -32,10 +32,12 @@ enum class OnConsumerLoss : std::uint8_t { kContinue, kFail };
 // kResident is refused when the source does not keep its tensors in place.
 enum class PublishMode : std::uint8_t { kAuto, kGather, kResident };
 
+// How a rank takes part. All but `rank`, `publish`, `trace_file` and what of `fleet` is this process's own
+// must be the same on all ranks; a rank that was given others is refused at init.
 struct TrainerOptions {
-  FleetOptions fleet;
-  std::uint32_t rank = 0;
-  std::uint32_t world_size = 1;
+  FleetOptions fleet;                     // where the fleet meets
+  std::uint32_t rank = 0;                 // 0..world_size-1; 0 is the sender
+  std::uint32_t world_size = 1;           // trainer ranks
   std::uint32_t num_consumers = 1;        // C, over all replicas
   std::uint32_t num_replicas = 1;         // C must divide by it
   std::uint32_t workers_per_replica = 0;  // 0 = C / num_replicas
@@ -44,8 +46,8 @@ struct TrainerOptions {
   std::uint64_t presize_bytes = 0;        // floor for a slot's bytes
   std::uint64_t export_pack_limit_bytes = 64ull
                                           << 20;  // storages up to this size are packed into export buffers
-  OnConsumerLoss on_consumer_loss = OnConsumerLoss::kContinue;
-  PublishMode publish = PublishMode::kAuto;
+  OnConsumerLoss on_consumer_loss = OnConsumerLoss::kContinue;  // what a lost worker leads to
+  PublishMode publish = PublishMode::kAuto;                     // how this rank publishes
   // kFull also sums every view the source yields, and again when its group is released: a source that writes
   // what it has yielded fails the sync.
   Integrity integrity = Integrity::kWire;
@@ -67,7 +69,7 @@ struct SendOptions {
 
 // What the sender has opened; see Trainer::next_sync.
 struct NextSync {
-  std::uint64_t version = 0;
+  std::uint64_t version = 0;         // that this rank is to send
   std::vector<std::uint32_t> names;  // by metadata index, ascending; empty: all
 };
 

@@ -55,6 +55,8 @@ class CancelledError(Error):
 
 
 class UnknownError(Error):
+    """What has no class of its own."""
+
     code = "UNKNOWN"
 
 
@@ -70,10 +72,14 @@ class InvalidTypeError(InvalidArgumentError, TypeError):
 
 
 class DeadlineExceededError(Error, TimeoutError):
+    """Something that did not happen in the time that it had."""
+
     code = "DEADLINE_EXCEEDED"
 
 
 class NotFoundError(Error, LookupError):
+    """A name, file or process that is not there."""
+
     code = "NOT_FOUND"
 
 
@@ -84,6 +90,8 @@ class AlreadyExistsError(Error, ValueError):
 
 
 class PermissionDeniedError(Error, PermissionError):
+    """Something that the host, or the other side, does not allow."""
+
     code = "PERMISSION_DENIED"
 
 
@@ -100,10 +108,14 @@ class FailedPreconditionError(Error):
 
 
 class AbortedError(Error):
+    """A sync, or a fleet, that failed elsewhere."""
+
     code = "ABORTED"
 
 
 class OutOfRangeError(Error, IndexError):
+    """A number beyond what it may be."""
+
     code = "OUT_OF_RANGE"
 
 

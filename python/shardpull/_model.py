@@ -14,7 +14,10 @@ from ._tensors import Tensor
 
 
 class Parameter:
-    """One parameter of a Model. DLPack gives its elements (``torch.from_dlpack(parameter)``), over the memory that syncs land in."""
+    """One parameter of a Model: its dotted `name`, `dtype` ("BF16"), `shape` and `stride`.
+
+    DLPack gives its elements (``torch.from_dlpack(parameter)``), over the memory that syncs land in.
+    """
 
     def __init__(self, model: Model, name: str, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
         self._model = model
@@ -104,4 +107,5 @@ class Model:
         self._native.materialise()
 
     def parameter_bytes(self) -> int:
+        """Bytes of all elements, without gaps between them."""
         return self._native.parameter_bytes()

@@ -59,93 +59,129 @@ class PhaseTime:
     """One phase of a process in one sync; times in nanoseconds."""
 
     @property
-    def phase(self) -> str: ...
+    def phase(self) -> str:
+        """Its name: "transfer", "produce wait"."""
     @property
-    def charged_ns(self) -> int: ...
+    def charged_ns(self) -> int:
+        """These add up to the process's time."""
     @property
-    def active_ns(self) -> int: ...
+    def active_ns(self) -> int:
+        """While it was under way at all, also beside others."""
     @property
-    def count(self) -> int: ...
+    def count(self) -> int:
+        """How often."""
 
 class WorkerReport:
     """One worker's part of a finished sync; see include/shardpull/fleet.h."""
 
     @property
-    def consumer(self) -> int: ...
+    def consumer(self) -> int:
+        """The worker's number."""
     @property
-    def bytes_kept(self) -> int: ...
+    def bytes_kept(self) -> int:
+        """Unique source bytes that it keeps of this sync's names, as they travel."""
     @property
-    def bytes_moved(self) -> int: ...
+    def bytes_moved(self) -> int:
+        """By the transport's counters, headers apart."""
     @property
-    def update_ns(self) -> int: ...
+    def update_ns(self) -> int:
+        """Duration of its update."""
     @property
-    def copy_ns(self) -> int: ...
+    def copy_ns(self) -> int:
+        """Of it, time in which bytes moved."""
     @property
-    def padding_bytes(self) -> int: ...
+    def padding_bytes(self) -> int:
+        """Of `bytes_moved`, the gaps between the keys of packed chunks."""
     @property
-    def rerouted_pulls(self) -> int: ...
+    def rerouted_pulls(self) -> int:
+        """Pulls that another rank than the plan's served."""
     @property
-    def fallback_names(self) -> int: ...
+    def fallback_names(self) -> int:
+        """Names that did not bake: pulled whole and loaded by the model's own loaders."""
     @property
-    def commit_ns(self) -> int: ...
+    def commit_ns(self) -> int:
+        """Duration of its commit."""
     @property
-    def phases(self) -> list[PhaseTime]: ...
+    def phases(self) -> list[PhaseTime]:
+        """By priority, each at most once; what is charged adds up to `update_ns` + `commit_ns`."""
     @property
-    def waited_for(self) -> int: ...
+    def waited_for(self) -> int:
+        """The rank that most of the waiting was for; meaningless when `waited_ns` is 0."""
     @property
-    def waited_ns(self) -> int: ...
+    def waited_ns(self) -> int:
+        """How long for that one."""
 
 class RankReport:
     """One rank's part of a finished sync."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The trainer's."""
     @property
-    def export_ns(self) -> int: ...
+    def export_ns(self) -> int:
+        """Time spent copying small tensors into export buffers."""
     @property
-    def export_bytes(self) -> int: ...
+    def export_bytes(self) -> int:
+        """That it copied there."""
     @property
-    def peak_resident_bytes(self) -> int: ...
+    def peak_resident_bytes(self) -> int:
+        """Most bytes of gathered groups held at once; of a resident rank everything it published."""
     @property
-    def packs(self) -> int: ...
+    def packs(self) -> int:
+        """Pulls packed into serve slots in this sync."""
     @property
-    def packed_bytes(self) -> int: ...
+    def packed_bytes(self) -> int:
+        """Of those."""
     @property
-    def wall_ns(self) -> int: ...
+    def wall_ns(self) -> int:
+        """From when it learnt of the sync to when all its groups were freed."""
     @property
-    def phases(self) -> list[PhaseTime]: ...
+    def phases(self) -> list[PhaseTime]:
+        """By priority, each at most once; what is charged adds up to `wall_ns`."""
 
 class SyncReport:
     """A finished sync as the sender sees it; str() is its summary line."""
 
     @property
-    def sync_id(self) -> int: ...
+    def sync_id(self) -> int:
+        """The sender's number, never reused in a fleet's life."""
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """The caller's."""
     @property
-    def wall_ns(self) -> int: ...
+    def wall_ns(self) -> int:
+        """From the call of send_weights to the last commit."""
     @property
-    def workers(self) -> list[WorkerReport]: ...
+    def workers(self) -> list[WorkerReport]:
+        """In the sender's report only."""
     @property
-    def ranks(self) -> list[RankReport]: ...
+    def ranks(self) -> list[RankReport]:
+        """All ranks on the sender, itself elsewhere."""
     @property
-    def lost_consumers(self) -> list[int]: ...
+    def lost_consumers(self) -> list[int]:
+        """Workers whose processes were lost in this sync."""
     @property
-    def dropped_consumers(self) -> list[int]: ...
+    def dropped_consumers(self) -> list[int]:
+        """Their living mates, which left the sync with them."""
     @property
-    def lost_ranks(self) -> list[int]: ...
+    def lost_ranks(self) -> list[int]:
+        """Trainers that were lost; others served what they would have."""
 
 class SyncRequest:
-    """What one sync asks of a source: `groups` to yield, ascending; `names` that need views, empty for all."""
+    """What one sync asks of a source."""
 
     @property
-    def sync_id(self) -> int: ...
+    def sync_id(self) -> int:
+        """The sender's number."""
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """What send_weights was called with."""
     @property
-    def groups(self) -> list[int]: ...
+    def groups(self) -> list[int]:
+        """To yield, ascending."""
     @property
-    def names(self) -> list[int]: ...
+    def names(self) -> list[int]:
+        """That need views, ascending; empty: all."""
 
 class Trainer:
     def __init__(self, options: dict[str, object]) -> None: ...

@@ -12,7 +12,7 @@ from ._tensors import Tensor, describe
 
 
 class TensorMeta(NamedTuple):
-    """One checkpoint tensor: its name, the dtype it travels in ("BF16"), and its GLOBAL shape."""
+    """One checkpoint tensor: its `name`, the `dtype` it travels in ("BF16"), and its GLOBAL `shape`."""
 
     name: str
     dtype: str
@@ -28,7 +28,8 @@ class Piece(NamedTuple):
 
 
 class NamedView(NamedTuple):
-    """One name (or piece) of a group: `name` is an index into the metadata, `view` the tensor, None where it is not held or asked for."""
+    """One name (or piece) of a group: `name` is an index into the metadata, `view` the tensor, None where it is not held or asked
+    for, `piece` which of this rank's pieces of the name it is."""
 
     name: int
     view: Tensor | None
@@ -36,7 +37,7 @@ class NamedView(NamedTuple):
 
 
 class GroupTensors(NamedTuple):
-    """A gather group: an entry for every name of it, in metadata order."""
+    """A gather group: its number `group`, and in `tensors` an entry for every name of it, in metadata order."""
 
     group: int
     tensors: Sequence[NamedView]

@@ -22,18 +22,19 @@ MAX_PIECES = 4096
 
 
 class Part(NamedTuple):
-    """A box of a tensor: where it starts in the global shape, and its elements as a torch tensor."""
+    """A box of a tensor: its `start` in the global shape, and its elements as a torch `tensor`."""
 
     start: tuple[int, ...]
     tensor: Tensor
 
     @property
     def size(self) -> tuple[int, ...]:
+        """Of the box, per dim."""
         return tuple(self.tensor.shape)
 
 
 class Sharded(NamedTuple):
-    """What this rank has of a tensor: disjoint boxes, none empty unless the tensor is; maybe no box at all."""
+    """What this rank has of a tensor: in `parts` disjoint boxes, none empty unless the tensor is; maybe no box at all."""
 
     name: str
     """For errors."""
@@ -44,6 +45,7 @@ class Sharded(NamedTuple):
     parts: tuple[Part, ...]
 
 
+# From a name of the program to what this rank has of it.
 Read: TypeAlias = Callable[[str], Sharded]
 
 
