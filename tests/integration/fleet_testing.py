@@ -172,7 +172,7 @@ class FleetTest(unittest.TestCase):
         self.assertEqual([p.name for p in self.temporary.iterdir() if p.name.startswith("shardpull-run-")], [], "a run directory is left")
         left = set(os.listdir("/dev/shm")) - self.shm_before
         # UCX's own, Python's and vLLM's, of tests that run beside this one.
-        left = {name for name in left if not re.match(r"ucx_shm_posix_|psm_|torch_|.*-cpushm_\d+$", name)}
+        left = {name for name in left if not re.match(r"ucx_shm_posix_|psm_|sem\.mp-|torch_|.*-cpushm_\d+$", name)}
         self.assertEqual(left, set(), "shared memory files are left")
         self.assertEqual([str(p) for p in self.directory.rglob("core*") if p.is_file()], [], "a core file is left")
 
