@@ -1,0 +1,46 @@
+"""The examples with vLLM, as their users run them: a policy learns exactly when its weights arrive; embeddings are a fresh engine's."""
+# ctest-timeout: 900
+
+import json
+import os
+import subprocess
+import sys
+import unittest
+
+from fleets import PACKAGE_ROOT, SOURCE_DIR
+
+EXAMPLES = SOURCE_DIR / "examples"
+
+
+class Examples(unittest.TestCase):
+    def run_example(self, *words):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", *map(str, words)],
+            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, cwd="/")  # fmt: skip
+        self.assertEqual(done.returncode, 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
+        return done.stdout.splitlines()
+
+    def rl_loop(self, *flags):
+        lines = self.run_example("-m", "torch.distributed.run", "--nproc-per-node", 2, EXAMPLES / "rl_loop.py", *flags)
+        return json.loads(next(line for line in reversed(lines) if line.startswith("{")))
+
+    def test_the_reward_rises_with_the_weights(self):
+        result = self.rl_loop()
+        self.assertTrue(result["sync"])
+        self.assertLess(result["first"], 0.05)
+        self.assertGreater(result["last"], 0.9)
+
+    def test_the_reward_stays_without_them(self):
+        result = self.rl_loop("--no-sync")
+        self.assertFalse(result["sync"])
+        self.assertLess(result["last"], 0.05)
+
+    def test_embeddings(self):
+        lines = self.run_example(EXAMPLES / "embedding_sync.py")
+        told = [line for line in lines if "equal to a fresh engine's" in line]
+        self.assertEqual([line.rsplit(" ", 1)[1] for line in told], ["True", "True"])
+
+
+if __name__ == "__main__":
+    unittest.main()
