@@ -1,15 +1,40 @@
 """Engines of vLLM for the tests, in this process, and what they answer."""
 
+import atexit
 import contextlib
 import gc
 import os
 import pathlib
+import shutil
+import sys
 import tempfile
+
+from fleets import PACKAGE_ROOT
 
 os.environ.update(
     HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # of several processes each would bind the same cores
     TORCHDYNAMO_DISABLE="1",  # what vLLM compiles even when told to be eager takes longer than all tests
 )  # fmt: skip
+
+
+def of_all_processes():
+    """A folder with a plugin for every process of an engine: it asks Linux for AMX, without which no process may use it.
+
+    Attention of vLLM's relies on somebody having done so, and in a worker nobody has.
+    """
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="shardpull-plugin-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "tests_amx.py").write_text("def request():\n    import torch\n    torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()\n")
+    info = folder / "tests_amx-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tests_amx\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ntests_amx = tests_amx:request\n")
+    return str(folder)
+
+
+sys.path.append(of_all_processes())
+os.environ["PYTHONPATH"] = os.pathsep.join([str(PACKAGE_ROOT), sys.path[-1]])  # of the processes that an engine starts
 
 import vllm_models
 from vllm import LLM, SamplingParams

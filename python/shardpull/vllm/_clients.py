@@ -1,0 +1,123 @@
+"""The control of an inference engine, from the trainer: over vLLM's HTTP routes, or of an engine in the same program."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any, Literal, Protocol
+
+from .._errors import FailedPreconditionError, UnavailableError
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class Client(Protocol):
+    """One engine. vLLM's own clients have the first four methods; what others an object lacks is not called."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Returns when the update has been made: called on a thread of its own."""
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class HTTPClient:
+    """An engine behind ``vllm serve`` (started with VLLM_SERVER_DEV_MODE=1).
+
+    Args:
+        base_url: "http://host:8000".
+        timeout: seconds that one call may take.
+        pause_mode: what becomes of requests that run when an update begins: "abort", "wait" for their end, or "keep" them
+            and go on afterwards; what they have computed so far is computed again with the new weights.
+    """
+
+    def __init__(self, base_url: str, *, timeout: float = 600.0, pause_mode: PauseMode = "abort") -> None:
+        self._base_url = base_url.rstrip("/")
+        self._timeout = timeout
+        self._pause_mode = pause_mode
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._call("POST", "shutdown_weight_transfer_engine")
+
+    def start_weight_update(self) -> None:
+        self._call("POST", "start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call("POST", "update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("POST", "finish_weight_update", None if weight_version is None else {"weight_version": weight_version})
+
+    def pause(self) -> None:
+        self._call("POST", f"pause?mode={self._pause_mode}&clear_cache=true")
+
+    def resume(self) -> None:
+        self._call("POST", "resume")
+
+    def reset_prefix_cache(self) -> None:
+        """What was computed with the old weights is not to be found again."""
+        answer = self._call("POST", "reset_prefix_cache?reset_running_requests=true&reset_external=true")
+        if not answer.get("success"):
+            raise FailedPreconditionError(f"{self._base_url}: the prefix cache could not be reset: {answer}", fault="peer")
+
+    def world_size(self) -> int:
+        """Its workers."""
+        return int(self._call("GET", "get_world_size")["world_size"])
+
+    def weight_version(self) -> str:
+        return str(self._call("GET", "weight_info")["weight_version"])
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"{self._base_url}/{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        where = f"{method} {self._base_url}/{path}"
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                answer = json.loads(response.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")
+            hint = " (is VLLM_SERVER_DEV_MODE=1 set?)" if error.code == 404 else ""
+            raise FailedPreconditionError(f"{where}: {error.code} {error.reason}{hint}: {said}", fault="peer") from error
+        except OSError as error:
+            raise UnavailableError(f"{where}: {error}", fault="peer") from error
+        return answer if isinstance(answer, dict) else {}
+
+
+class OfflineClient:
+    """An engine in this program: a ``vllm.LLM``. Nothing generates while an update is made, unless another thread of yours does."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._llm.shutdown_weight_transfer_engine()
+
+    def start_weight_update(self) -> None:
+        self._llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._llm.finish_weight_update(weight_version)
+
+    def reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise FailedPreconditionError("the engine's prefix cache could not be reset")
+
+    def world_size(self) -> int:
+        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
