@@ -54,11 +54,12 @@ interrupted(lambda: trainer.init(source))
 """,
     "a message": """
 trainer = shardpull.Trainer(**options)
-worker = Background(lambda: shardpull.Worker(model(), **options))
+worker = Background(lambda: shardpull.Worker(model(), **options).serve())
 trainer.init(source)
 interrupted(lambda: trainer.receive_message(10**6))
-worker.result()
 trainer.send_weights(1)
+trainer.shutdown()
+worker.result()
 """,
     "serve": """
 trainer = shardpull.Trainer(**options)
