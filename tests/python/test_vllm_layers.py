@@ -143,7 +143,11 @@ class Layers(unittest.TestCase):
             with self.assertRaisesRegex(shardpull.UnimplementedError, "the model is on cuda:1"):
                 LayerwiseUpdate(model, config, torch.device("cuda:1"))
             with self.assertRaisesRegex(shardpull.UnimplementedError, "quantised as fp8"):
-                LayerwiseUpdate(model, _quantised(config), torch.device("cpu"))
+                LayerwiseUpdate(model, _with(config, quantization="fp8"), torch.device("cpu"))
+            layer = torch.nn.Module()
+            layer.sinks = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+            with self.assertRaisesRegex(shardpull.UnimplementedError, "float16 attention sinks"):
+                LayerwiseUpdate(layer, _with(config, dtype=torch.float16), torch.device("cpu"))
             landing = Landing(llm)
             before = answers(llm)
             landing.land(vllm_models.weights_of("qwen2", 1))
@@ -162,10 +166,12 @@ class Layers(unittest.TestCase):
             self.assertEqual(answers(llm), before)
 
 
-def _quantised(config):
+def _with(config, **changes):
+    """A configuration of another model."""
     config = copy.copy(config)
     config.model_config = copy.copy(config.model_config)
-    config.model_config.quantization = "fp8"
+    for name, value in changes.items():
+        setattr(config.model_config, name, value)
     return config
 
 

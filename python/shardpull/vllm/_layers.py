@@ -116,6 +116,8 @@ class LayerwiseUpdate:
             raise UnimplementedError(f"updates of a model quantised as {model_config.quantization} are not supported")
         if vllm_config.lora_config is not None:
             raise UnimplementedError("updates of a model with LoRA adapters enabled are not supported")
+        if model_config.dtype == torch.float16 and any(name.endswith("sinks") for name, _ in model.named_parameters()):
+            raise UnimplementedError("vLLM keeps a copy of float16 attention sinks that updates do not reach: use dtype bfloat16 or float32")
         if hasattr(model, "process_weights_after_loading"):
             raise UnimplementedError(f"{type(model).__name__} has a hook for the whole model, which updates do not run")
         self._model = model
