@@ -3,6 +3,7 @@
 # ctest-processors: 2
 
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -14,13 +15,16 @@ import time
 import unittest
 import urllib.request
 
-from fleets import FleetTest  # first: it finds the package
+from fleets import SOURCE_DIR, FleetTest  # first: it finds the package
 
 import shardpull
 import vllm_models
 from vllm_engines import PROMPTS, answers, started, worker_of
 
 from shardpull.vllm import HTTPClient, OfflineClient, Trainer, register
+
+sys.path.insert(0, str(SOURCE_DIR / "tests" / "integration"))
+from fleet_testing import held_by
 
 BACKEND = {"weight_transfer_config": {"backend": "shardpull"}}
 START_S = 300
@@ -213,6 +217,22 @@ class Failures(FleetTest):
             source.step(0)
             trainer.send_weights(2)
             self.assertEqual(answers(self.llm), self.fresh_0)
+
+    def test_a_hundred_syncs_grow_nothing(self):
+        """Memory, threads, descriptors and mapped files of trainer and engine, which are one process here."""
+        source, held = Source("qwen3_moe", 0), []
+        with Trainer(source, OfflineClient(self.llm), **self.fleet()) as trainer:
+            trainer.init()
+            for version in range(1, 141):
+                trainer.send_weights(version)
+                if version % 20 == 0:
+                    self.assertEqual(answers(self.llm), self.fresh_0)
+                if version in (40, 140):
+                    gc.collect()
+                    held.append(held_by(os.getpid()))
+        (*counts, memory), (*counts_after, memory_after) = held
+        self.assertEqual(counts_after, counts)
+        self.assertLess(memory_after - memory, 4 << 20)
 
     def test_staged(self):
         source = Source("qwen3_moe", 0)
