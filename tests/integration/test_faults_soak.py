@@ -9,8 +9,8 @@ import time
 import unittest
 
 from fault_testing import FaultTest, WORKER_POINTS, ways
-from fleet_testing import SANITIZED, SLOWNESS
-from test_growth import MAX_GROWTH, sample
+from fleet_testing import SANITIZED, SLOWNESS, held_by
+from test_growth import MAX_GROWTH
 
 SYNCS = 50
 WARM = 10  # syncs, kills among them, before the first sample
@@ -23,7 +23,7 @@ class Soak(FaultTest):
         self.wait_for_sender()
         for _ in range(40):
             for name in names:
-                now = sample(self.processes[name].pid)
+                now = held_by(self.processes[name].pid)
                 self.assertIsNotNone(now, f"{name} is gone")
                 least[name] = now if name not in least else tuple(map(min, least[name], now))
             time.sleep(0.005)
