@@ -180,7 +180,7 @@ def _view(*size: Any, **named: Any) -> tuple[Any, ...]:
             raise TypeError("view takes sizes or a dtype")
         size = tuple(named.values())
     if len(size) == 1 and isinstance(size[0], torch.dtype):
-        return (name_of(str(size[0]).removeprefix("torch.")),)
+        return (name_of(size[0]),)
     return (_sizes(size),)
 
 
@@ -380,5 +380,4 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         offset = begin - home.begin
         if offset % width:
             raise InvalidArgumentError(f"a window of {tensor.dtype} begins within an element of its parameter", reason="bake_failed")
-        dtype = name_of(str(tensor.dtype).removeprefix("torch."))
-        return home.index, dtype, offset // width, tuple(tensor.shape), tuple(tensor.stride())
+        return home.index, name_of(tensor.dtype), offset // width, tuple(tensor.shape), tuple(tensor.stride())

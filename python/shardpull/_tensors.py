@@ -84,8 +84,9 @@ def _of_torch(tensor: Any, what: str) -> _native.TensorView:
     return _native.TensorView(data, name_of(name), shape, stride, start, size, True, tensor)
 
 
-def name_of(torch_dtype: str) -> DType:
-    return _TORCH[torch_dtype]
+def name_of(torch_dtype: Any) -> DType:
+    """Of torch's dtype, or of torch's name of it."""
+    return _TORCH[str(torch_dtype).removeprefix("torch.")]
 
 
 def torch_dtype(dtype: str, what: str) -> Any:

@@ -138,7 +138,6 @@ class ModuleModel(Model):
         aliases: list[tuple[_Entry, int]] = []
         owners: dict[int, list[tuple[Window, _Entry]]] = {}
         self._index: dict[str, int] = {}
-        self._owner_of: dict[str, str] = {}
         self._entries = list(self._walk())
         for entry in self._entries:
             tensor, full = entry.tensor, entry.full_name
@@ -146,14 +145,12 @@ class ModuleModel(Model):
             window = Window(len(self._index), tensor)
             owner = self._owner(owners.setdefault(storage_of(tensor), []), window, entry)
             if owner is not None:
-                self._owner_of[full] = owner[1].full_name
                 if owner[1].tensor.is_contiguous() and tensor.is_contiguous() and not owner[1].optional:
                     aliases.append((entry, owner[0].index))
                 continue
             if entry.optional and not tensor.is_contiguous():
                 continue  # a buffer that nothing can feed
-            dtype = name_of(str(tensor.dtype).removeprefix("torch."))
-            home.parameters.append(_Parameter(entry.name, dtype, tuple(tensor.shape), tuple(tensor.stride()), entry.optional))
+            home.parameters.append(_Parameter(entry.name, name_of(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), entry.optional))
             owners[storage_of(tensor)].append((window, entry))
             self._index[full] = window.index
         # A module that is not alive any more is not baked: the engine's copy of these must not keep it.
@@ -165,8 +162,9 @@ class ModuleModel(Model):
         )
         for entry, target in aliases:
             _native.add_alias(self._native, entry.path, entry.name, target, tuple(entry.tensor.shape))
+        first_paths = {module: path for path, module in paths.items()}
         for path, module in self._module.named_modules(remove_duplicate=False):
-            first = next(each for each, other in paths.items() if other is module)
+            first = first_paths[module]
             if path != first and first in modules:
                 _native.add_module_alias(self._native, path, first)
 
@@ -247,10 +245,9 @@ class ModuleModel(Model):
                 loader(target, tensor)
 
     def _explain_tie(self, name: str) -> str:
-        target = self._targets().get(name)
-        if target is not None and any(
-            other is target or _same(other, target) for each, other in self._targets().items() if each != name
-        ):
+        targets = self._targets()
+        target = targets.pop(name, None)
+        if target is not None and any(_same(other, target) for other in targets.values()):
             return "tied: other names feed the same memory"
         return ""
 

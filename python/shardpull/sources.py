@@ -643,9 +643,9 @@ def _solid(made: Sharded) -> list[Part]:
 
 
 def _held(name: str, made: Sharded) -> _Held:
-    dtype, shape = str(made.dtype).removeprefix("torch."), made.shape
+    shape = made.shape
     try:
-        named = name_of(dtype)
+        named = name_of(made.dtype)
     except KeyError:
         raise InvalidArgumentError(f"'{name}' has dtype {made.dtype}, which has no name here", tensor=name) from None
     boxes = tuple((part.start, part.size) for part in _solid(made))

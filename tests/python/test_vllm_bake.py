@@ -55,7 +55,7 @@ def of_recording(text):
 
 
 def bake(jobs, tp=1, pp=1):
-    """What each rank records of each job: a list of ranks of lists."""
+    """What each rank records of each of its jobs; `jobs` and the answer are lists of ranks of lists."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -63,7 +63,7 @@ def bake(jobs, tp=1, pp=1):
     ranks = []
     try:
         for rank in range(tp * pp):
-            own = [{**job, "tp": tp, "pp": pp} for job in (jobs[rank] if isinstance(jobs[0], list) else jobs)]
+            own = [{**job, "tp": tp, "pp": pp} for job in jobs[rank]]
             process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", pathlib.Path(__file__).with_name("vllm_bakes.py"), str(rank), str(port)],
                 env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip

@@ -85,7 +85,7 @@ def main():
         if "model" in job:
             config = vllm_models.config_of(job["model"])
             tensors = vllm_models.weights_of(job["model"], 1)
-            names = [(name, name_of(str(tensor.dtype).removeprefix("torch.")), tensor.shape) for name, tensor in sorted(tensors.items())]
+            names = [(name, name_of(tensor.dtype), tensor.shape) for name, tensor in sorted(tensors.items())]
         else:
             with open(job["config"]) as file:
                 config = json.load(file)
