@@ -810,17 +810,19 @@ Result<std::unique_ptr<Worker>> Worker::connect(const WorkerOptions& options, Mo
 Status Worker::serve(const OnSync& on_sync) {
   Impl& worker = *impl_;
   Interrupt interrupt(worker.options.fleet, worker.clock);
-  const auto serving = [&worker](bool now) {
-    worker.progress->post([&worker, now] {
-      worker.serving = now;
+  int taken = 0;  // results whose on_sync has begun, while the progress thread does not know that it is over
+  const auto tell = [&worker, &taken](bool serving) {
+    worker.progress->post([&worker, serving, seen = std::exchange(taken, 0)] {
+      worker.serving = serving;
+      worker.pending_results -= seen;
       worker.try_start();
     });
   };
   struct Leave {
-    const decltype(serving)& set;
-    ~Leave() { set(false); }
-  } const leave{serving};
-  serving(true);
+    const decltype(tell)& tell_progress;
+    ~Leave() { tell_progress(false); }
+  } const leave{tell};
+  tell(true);
   for (;;) {
     Impl::Result_ result;
     {
@@ -831,13 +833,12 @@ Status Worker::serve(const OnSync& on_sync) {
       result = std::move(worker.results.front());
       worker.results.pop_front();
     }
+    taken = 1;
     worker.write_trace(result);
     if (on_sync) on_sync(result.version, result.status, result.report);
-    worker.progress->post([&worker] {
-      --worker.pending_results;
-      worker.try_start();
-    });
+    // Asked before the next sync may begin: one that leaves here has let none begin.
     SHARDPULL_RETURN_IF_ERROR(interrupt.ask());
+    tell(true);
   }
 }
 

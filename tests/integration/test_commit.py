@@ -34,7 +34,9 @@ class SenderLostInCommit(FaultTest):
                 return
 
     def kill_sender(self, *others):
-        """Kills the sender and whoever else, and waits for the rest, which end with its loss."""
+        """Kills the sender and whoever else at one instant, and waits for the rest, which end with its loss."""
+        for name in others:
+            self.stop(self.processes[name])  # or it would tell its mates that the sender is gone, before it dies too
         for name in ("trainer 0", *others):
             self.processes[name].signal(signal.SIGKILL)
         seconds = self.expect_failure("trainer 0", DEAD_AFTER + 5 * SLOWNESS, but=("trainer 0", *others))
