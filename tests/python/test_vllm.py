@@ -4,51 +4,26 @@
 
 import contextlib
 import gc
-import json
 import os
-import pathlib
-import socket
-import subprocess
+import signal
 import sys
-import tempfile
+import threading
 import time
 import unittest
-import urllib.request
 
-from fleets import SOURCE_DIR, FleetTest  # first: it finds the package
+from fleets import SOURCE_DIR, Background, FleetTest  # first: it finds the package
 
 import shardpull
 import vllm_models
-from vllm_engines import PROMPTS, answers, started, worker_of
+from vllm import SamplingParams
+from vllm_engines import PROMPTS, Source, answers, started, worker_of
 
-from shardpull.vllm import HTTPClient, OfflineClient, Trainer, register
+from shardpull.vllm import OfflineClient, Trainer, register
 
 sys.path.insert(0, str(SOURCE_DIR / "tests" / "integration"))
 from fleet_testing import held_by
 
 BACKEND = {"weight_transfer_config": {"backend": "shardpull"}}
-START_S = 300
-
-
-class Source(shardpull.TensorSource):
-    """A model's weights in memory of their own, as a trainer has them."""
-
-    def __init__(self, model, version):
-        self.model = model
-        self.weights = vllm_models.weights_of(model, version)
-        self.broken = False
-        super().__init__(self.weights)
-
-    def step(self, version):
-        """To the weights of another version, in place."""
-        for name, tensor in vllm_models.weights_of(self.model, version).items():
-            self.weights[name].copy_(tensor)
-
-    def iter_groups(self, request):
-        for number, group in enumerate(super().iter_groups(request)):
-            if self.broken and number == 2:
-                raise OSError("the disk is on fire")
-            yield group
 
 
 class VLLM(FleetTest):
@@ -82,89 +57,41 @@ class VLLM(FleetTest):
     def test_two_workers_deepseek_v3(self):
         self.check_two("deepseek_v3")
 
+    def test_one_of_two_workers_is_killed(self):
+        """vLLM gives the engine up then; the trainer is told who was lost, soon, and a new engine is in its next sync."""
+        two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+        source = Source("qwen3", 0)
+        with contextlib.ExitStack() as stack:
+            with started("qwen3", 0, **two, **BACKEND) as llm:
+                trainer = stack.enter_context(Trainer(source, OfflineClient(llm), dead_after_ms=2000, **self.fleet()))
+                trainer.init()
+                trainer.send_weights(0)
+                killed = llm.llm_engine.model_executor.workers[1].proc.pid
+
+                def kill(number):
+                    if number == 2:
+                        os.kill(killed, signal.SIGKILL)
+
+                source.before_group = kill
+                killed_at = time.monotonic()
+                with self.assertRaisesRegex(shardpull.UnavailableError, "worker 1 is lost"):
+                    trainer.send_weights(1)
+                self.assertLess(time.monotonic() - killed_at, 60)
+                self.assertEqual(trainer.lost, [0])
+            source.before_group = None
+            with started("qwen3", 0, **two, **BACKEND) as llm:
+                before = answers(llm)
+                trainer.rejoin(0, OfflineClient(llm))
+                source.step(1)
+                trainer.send_weights(1)
+                self.assertNotEqual(answers(llm), before)
+                source.step(0)
+                trainer.send_weights(0)
+                self.assertEqual(answers(llm), before)
+
 
 for _model in vllm_models.CONFIGS:
     setattr(VLLM, f"test_{_model}", lambda self, model=_model: self.check(model))
-
-
-class Server:
-    """`vllm serve` of a model's version, in a process of its own."""
-
-    def __init__(self, model, version, directory):
-        path = vllm_models.write(model, pathlib.Path(directory) / model, vllm_models.weights_of(model, version))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = open(pathlib.Path(directory) / "server.log", "w+")
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--served-model-name", "m", "--host", "127.0.0.1",
-             "--port", str(port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "256", "--max-num-seqs", "4", "--enable-scale-out",
-             "--weight-transfer-config", json.dumps({"backend": "shardpull"})],
-            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-            start_new_session=True)  # fmt: skip
-
-    def wait(self):
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
-            except OSError:
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    raise AssertionError(f"the server did not start:\n{self.log()}") from None
-                time.sleep(0.2)
-
-    def log(self):
-        self._log.flush()
-        return pathlib.Path(self._log.name).read_text()[-6000:]
-
-    def tokens(self):
-        out = []
-        for prompt in PROMPTS:
-            body = {"token_ids": prompt, "model": "m", "sampling_params": {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "detokenize": False}}
-            request = urllib.request.Request(f"{self.url}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
-            try:
-                with urllib.request.urlopen(request, timeout=60) as response:
-                    out.append(json.loads(response.read())["choices"][0]["token_ids"])
-            except OSError as error:
-                raise AssertionError(f"{error}:\n{self.log()}") from error
-        return out
-
-    def stop(self):
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            pass
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, 9)
-        self._process.wait()
-        self._log.close()
-
-
-class OverHTTP(FleetTest):
-    def test_served(self):
-        with started("qwen3", 1) as llm:
-            fresh = [[token for token, _ in answer] for answer in answers(llm)]
-        with tempfile.TemporaryDirectory(prefix="shardpull-vllm-") as directory:
-            server = Server("qwen3", 0, directory)
-            self.addCleanup(server.stop)
-            server.wait()
-            before = server.tokens()
-            self.assertNotEqual(before, fresh)
-            client = HTTPClient(server.url)
-            self.assertEqual(client.world_size(), 1)
-            source = Source("qwen3", 0)
-            with Trainer(source, client, **self.fleet()) as trainer:
-                trainer.init()
-                for version, wanted in ((1, fresh), (0, before), (1, fresh)):
-                    source.step(version)
-                    trainer.send_weights(version)
-                    self.assertEqual(server.tokens(), wanted)
-                    self.assertEqual(client.weight_version(), str(version))
-            with self.assertRaisesRegex(shardpull.FailedPreconditionError, "start_weight_update: 500"):
-                client.start_weight_update()  # the fleet has ended
 
 
 class Refusing(OfflineClient):
@@ -265,6 +192,97 @@ class Failures(FleetTest):
             self.assertEqual(answers(self.llm), mixed)
         self.to_0()
 
+    def test_requests_that_have_not_ended(self):
+        engine, source = self.llm.llm_engine, Source("qwen3_moe", 0)
+        with Trainer(source, OfflineClient(self.llm), **self.fleet()) as trainer:
+            trainer.init()
+            source.step(1)
+            engine.add_request("running", {"prompt_token_ids": PROMPTS[0]}, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False))
+            engine.step()
+            with self.assertRaisesRegex(shardpull.FailedPreconditionError, "1 requests that have not ended"):
+                trainer.send_weights(1)
+            while engine.has_unfinished_requests():
+                ended = engine.step()
+            self.assertEqual(list(ended[-1].outputs[0].token_ids), [token for token, _ in self.fresh_0[0]])
+            trainer.send_weights(1)
+            self.assertEqual(answers(self.llm), self.fresh_1)
+        self.to_0()
+
+    def test_a_second_sync_before_the_first_has_ended(self):
+        source, begun, go_on = Source("qwen3_moe", 0), threading.Event(), threading.Event()
+
+        def wait(number):
+            begun.set()
+            self.assertTrue(go_on.wait(60))
+
+        with Trainer(source, OfflineClient(self.llm), **self.fleet()) as trainer:
+            trainer.init()
+            source.step(1)
+            source.before_group = wait
+            first = Background(lambda: trainer.send_weights(1))
+            self.assertTrue(begun.wait(60))
+            for second in (lambda: trainer.send_weights(2), lambda: trainer.rejoin(0)):
+                with self.assertRaisesRegex(shardpull.FailedPreconditionError, "while another thread's call of this trainer runs"):
+                    second()
+            go_on.set()
+            self.assertEqual(first.result().version, 1)
+            self.assertEqual(answers(self.llm), self.fresh_1)
+        self.to_0()
+
+    def test_a_line_that_breaks_within_an_update(self):
+        """After vLLM has begun one, and before it has ended one: the same trainer's next sync is exact."""
+
+        class Broken(OfflineClient):
+            where = None
+
+            def start_weight_update(self):
+                super().start_weight_update()
+                self.break_at("start")
+
+            def finish_weight_update(self, weight_version=None):
+                self.break_at("finish")
+                super().finish_weight_update(weight_version)
+
+            def break_at(self, here):
+                if self.where == here:
+                    raise OSError("the line broke")
+
+        source = Source("qwen3_moe", 0)
+        client = Broken(self.llm)
+        with Trainer(source, client, **self.fleet()) as trainer:
+            trainer.init()
+            for where, holds in (("start", self.fresh_0), ("finish", self.fresh_1)):
+                source.step(1)
+                client.where = where
+                with self.assertRaisesRegex(OSError, "the line broke"):
+                    trainer.send_weights(1)
+                self.llm.reset_prefix_cache()
+                self.assertEqual(answers(self.llm), holds)
+                client.where = None
+                trainer.send_weights(1)
+                self.assertEqual(answers(self.llm), self.fresh_1)
+                source.step(0)
+                trainer.send_weights(0)
+                self.assertEqual(answers(self.llm), self.fresh_0)
+        self.to_0()
+
+    def test_names_after_a_sync_that_failed(self):
+        """Some of its modules may be new: only all names make the engine whole."""
+        source = Source("qwen3_moe", 0)
+        with Trainer(source, OfflineClient(self.llm), **self.fleet()) as trainer:
+            trainer.init()
+            source.step(1)
+            source.broken = True
+            with self.assertRaisesRegex(OSError, "the disk is on fire"):
+                trainer.send_weights(1)
+            source.broken = False
+            with self.assertRaisesRegex(shardpull.FailedPreconditionError, "all are to be sent"):
+                trainer.send_weights(1, ["lm_head.*"])
+            trainer.send_weights(1)
+            trainer.send_weights(2, ["lm_head.*"])
+            self.assertEqual(answers(self.llm), self.fresh_1)
+        self.to_0()
+
     def test_an_engine_that_does_not_update(self):
         source = Source("qwen3_moe", 0)
         with Trainer(source, Refusing(self.llm), **self.fleet()) as trainer:
@@ -273,10 +291,8 @@ class Failures(FleetTest):
             with self.assertRaisesRegex(RuntimeError, "this engine does not update"):
                 trainer.send_weights(1)
             self.assertEqual(answers(self.llm), self.fresh_0)
-            worker_of(self.llm)._weight_update_active = False  # which that client has left so
             with self.assertRaises(shardpull.Error):
                 trainer.send_weights(1)  # the fleet has ended
-        worker_of(self.llm)._weight_update_active = False
         self.to_0()
 
     def test_engines_that_cannot_join(self):

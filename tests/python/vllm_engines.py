@@ -36,9 +36,35 @@ def of_all_processes():
 sys.path.append(of_all_processes())
 os.environ["PYTHONPATH"] = os.pathsep.join([str(PACKAGE_ROOT), sys.path[-1]])  # of the processes that an engine starts
 
+import shardpull
 import vllm_models
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+
+class Source(shardpull.TensorSource):
+    """A model's weights in memory of their own, as a trainer has them."""
+
+    def __init__(self, model, version):
+        self.model = model
+        self.weights = vllm_models.weights_of(model, version)
+        self.broken = False
+        self.before_group = None
+        """Called with the number of each group before it is published."""
+        super().__init__(self.weights)
+
+    def step(self, version):
+        """To the weights of another version, in place."""
+        for name, tensor in vllm_models.weights_of(self.model, version).items():
+            self.weights[name].copy_(tensor)
+
+    def iter_groups(self, request):
+        for number, group in enumerate(super().iter_groups(request)):
+            if self.broken and number == 2:
+                raise OSError("the disk is on fire")
+            if self.before_group is not None:
+                self.before_group(number)
+            yield group
+
 
 PROMPTS = [[5, 17, 300, 42], list(range(10, 40)), [999, 1, 7]]
 SETTINGS = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 4}

@@ -95,7 +95,10 @@ class HTTPClient:
 
 
 class OfflineClient:
-    """An engine in this program: a ``vllm.LLM``. Nothing generates while an update is made, unless another thread of yours does."""
+    """An engine in this program: a ``vllm.LLM``, which nothing else is asked of while an update is made.
+
+    With requests that have not ended, ``send_weights`` raises FailedPreconditionError, and nothing has changed.
+    """
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -105,6 +108,12 @@ class OfflineClient:
 
     def shutdown_weight_transfer_engine(self) -> None:
         self._llm.shutdown_weight_transfer_engine()
+
+    def pause(self) -> None:
+        """It runs only as it is asked to: there is nothing to pause, and no way to pause what runs."""
+        running = self._llm.llm_engine.get_num_unfinished_requests()
+        if running:
+            raise FailedPreconditionError(f"the engine has {running} requests that have not ended: an update would change their weights under them")
 
     def start_weight_update(self) -> None:
         self._llm.start_weight_update()

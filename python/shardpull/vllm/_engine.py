@@ -14,12 +14,12 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from .. import __version__
-from .._errors import Error, FailedPreconditionError, InvalidArgumentError, UnavailableError, UnimplementedError
+from .._errors import CancelledError, Error, FailedPreconditionError, InvalidArgumentError, UnavailableError, UnimplementedError
 from .._fleet import Worker
 from .._native import WorkerReport
 from ..modules import ModuleModel
 from ._layers import LayerwiseUpdate
-from ._protocol import READY
+from ._protocol import GIVEN_UP, READY
 
 
 @dataclass
@@ -153,6 +153,9 @@ class ShardpullEngine(WeightTransferEngine[ShardpullInitInfo, ShardpullUpdateInf
         """One sync, as the sender runs it; raises what failed it."""
         if self._worker is None or self._update is None:
             raise FailedPreconditionError("update_weights before init_weight_transfer_engine")
+        if update_info.ticket == GIVEN_UP:
+            self._state = "idle"
+            raise CancelledError("the trainer has given the update up")
         if self._state != "started":
             raise FailedPreconditionError("update_weights before start_weight_update, or a second time after it")
         self._state = "idle"  # what fails here has ended the update
