@@ -126,9 +126,10 @@ function(shardpull_gtest_program name)
 endfunction()
 
 # Registers COMMAND as the ctest test NAME. Every test gets what it may ask for in its environment, a time limit,
-# and sanitizer settings which turn a finding into a failure.
+# and sanitizer settings which turn a finding into a failure; ENVIRONMENT adds to these or takes their place.
+set(shardpull_asan_options abort_on_error=0:detect_stack_use_after_return=1:strict_string_checks=1)
 function(shardpull_add_test name)
-  cmake_parse_arguments(arg "" "TIMEOUT;PROCESSORS" "COMMAND;LABELS" ${ARGN})
+  cmake_parse_arguments(arg "" "TIMEOUT;PROCESSORS" "COMMAND;LABELS;ENVIRONMENT" ${ARGN})
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 300)
   endif()
@@ -150,10 +151,11 @@ function(shardpull_add_test name)
     "SHARDPULL_TEST_RESULT=${PROJECT_BINARY_DIR}/test-results/${name}"
     "GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/test-results/${name}.xml"
     "PYTHONDONTWRITEBYTECODE=1"
-    "ASAN_OPTIONS=abort_on_error=0:detect_stack_use_after_return=1:strict_string_checks=1"
+    "ASAN_OPTIONS=${shardpull_asan_options}"
     "UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1"
     "LSAN_OPTIONS=print_suppressions=0:suppressions='${supp}/lsan.supp'"
-    "TSAN_OPTIONS=halt_on_error=1:suppressions='${supp}/tsan.supp'")
+    "TSAN_OPTIONS=halt_on_error=1:suppressions='${supp}/tsan.supp'"
+    ${arg_ENVIRONMENT})
   add_test(NAME ${name} COMMAND ${arg_COMMAND})
   set_tests_properties(${name} PROPERTIES
     LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT} PROCESSORS ${arg_PROCESSORS} SKIP_RETURN_CODE 77

@@ -1,4 +1,5 @@
 """The exception family, and everything bad that a caller can pass: an exception that names the argument, never an abort."""
+# ctest-sanitized: yes
 
 import builtins
 import pickle

@@ -1,6 +1,7 @@
 """The programs of docs/guides/pytorch.md, run: each source with the guide's own training loop, each worker, every byte compared."""
 # ctest-timeout: 300
 # ctest-processors: 2
+# ctest-sanitized: yes
 
 import ast
 import contextlib

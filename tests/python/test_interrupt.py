@@ -2,6 +2,7 @@
 
 The signal is sent once the process has said that it is about to wait and its main thread sleeps.
 """
+# ctest-sanitized: yes
 
 import json
 import pathlib

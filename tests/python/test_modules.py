@@ -1,5 +1,6 @@
 """The bake over torch modules: fakes against real torch, recordings against the C++ bake's, what is refused, and syncs into modules."""
 # ctest-timeout: 300
+# ctest-sanitized: yes
 
 import contextlib
 import gc

@@ -1,6 +1,7 @@
 """Weight sources of distributed trainers: 2 and 4 ranks over gloo, real syncs, every byte compared after changes in place."""
 # ctest-timeout: 300
 # ctest-processors: 2
+# ctest-sanitized: yes
 
 import itertools
 import multiprocessing

@@ -1,5 +1,6 @@
 """Syncs through the Python package, every byte compared: numpy and torch, whole and in parts, in one process and in several."""
 # ctest-timeout: 300
+# ctest-sanitized: yes
 
 import gc
 import json

@@ -1,4 +1,5 @@
 """Boxes of distributed tensors and declared views, without processes: every rank of many meshes, against the full tensors."""
+# ctest-sanitized: yes
 
 import itertools
 import math
