@@ -300,7 +300,7 @@ class Failures(FleetTest):
         for what, options in (
             ("path", {"engine": {"path": "sideways"}}),
             ("unexpected keyword argument 'colour'", {"engine": {"colour": "blue"}}),
-            ("num_consumers is 3 for 1 engines; this engine has 1 workers", {"num_consumers": 3}),
+            ("num_consumers is 3 for 1 engines, but engine 0 has 1 workers", {"num_consumers": 3}),
         ):
             with self.subTest(what), Trainer(source, OfflineClient(self.llm), **self.fleet(), **options) as trainer:
                 with self.assertRaisesRegex(Exception, what):
@@ -326,6 +326,7 @@ class Failures(FleetTest):
             ("apply must be", lambda: engine.init_transfer_engine(engine.parse_init_info({**info, "apply": "sometimes"}))),
             ("updates of a draft model", lambda: engine.set_weight_update_target(object(), None)),
             ("does not support draft model weight updates", self.llm.start_draft_weight_update),
+            ("num_consumers is 3 for 2 engines of as many workers each", lambda: engine.init_transfer_engine(engine.parse_init_info({**info, "num_consumers": 3, "num_replicas": 2}))),
             ("replica_rank is 2, of 1 engines", lambda: engine.init_transfer_engine(engine.parse_init_info({**info, "replica_rank": 2}))),
         ):
             with self.subTest(what), self.assertRaisesRegex(RuntimeError, what):

@@ -20,7 +20,7 @@ from fleets import Background, FleetTest  # first: it finds the package
 
 import shardpull
 import vllm_models
-from vllm_engines import PROMPTS, Source
+from vllm_engines import PROMPTS, Source, answers, started
 
 from shardpull.vllm import HTTPClient, Trainer
 
@@ -32,7 +32,7 @@ LONG = 480
 class Server:
     """`vllm serve` of a version of the model, in processes of its own."""
 
-    def __init__(self, version, directory):
+    def __init__(self, version, directory, *flags):
         path = vllm_models.write(MODEL, pathlib.Path(directory) / MODEL, vllm_models.weights_of(MODEL, version))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -41,7 +41,7 @@ class Server:
         self._command = [
             sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--served-model-name", "m", "--host", "127.0.0.1",
             "--port", str(self._port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "4",
-            "--enable-scale-out", "--weight-transfer-config", json.dumps({"backend": "shardpull"}),
+            "--enable-scale-out", "--weight-transfer-config", json.dumps({"backend": "shardpull"}), *flags,
         ]  # fmt: skip
         self._log = open(pathlib.Path(directory) / "server.log", "a+")
         self._process = None
@@ -134,14 +134,8 @@ class Servers(FleetTest):
             cls.stack.callback(server.stop)
             server.start()
             cls.servers.append(server)
-        with tempfile.TemporaryDirectory(prefix="shardpull-vllm-") as directory:
-            fresh = Server(1, directory)
-            fresh.start()
-            try:
-                fresh.wait()
-                cls.fresh_1 = fresh.tokens()
-            finally:
-                fresh.stop()
+        with started(MODEL, 1) as llm:
+            cls.fresh_1 = [[token for token, _ in answer] for answer in answers(llm)]
         for server in cls.servers:
             server.wait()
         cls.fresh_0, cls.long_0 = cls.servers[0].tokens(), cls.servers[0].tokens(LONG, PROMPTS[:1])[0]
@@ -178,6 +172,20 @@ class Servers(FleetTest):
                 self.back(trainer)
         with self.assertRaisesRegex(shardpull.FailedPreconditionError, "start_weight_update: 500"):
             self.clients[0].start_weight_update()  # the fleet has ended
+
+    def test_data_parallel(self):
+        """An engine of two workers that have the same weights: its requests go to either."""
+        server = Server(0, self.directory, "--data-parallel-size", "2")
+        self.addCleanup(server.stop)
+        server.start()
+        server.wait()
+        with Trainer(self.source, HTTPClient(server.url), **self.fleet()) as trainer:
+            trainer.init()
+            for version in (1, 0):
+                self.source.step(version)
+                self.assertEqual(len(trainer.send_weights(version).workers), 2)
+                for _ in range(2):
+                    self.assertEqual(server.tokens(), self.fresh_1 if version else self.fresh_0)
 
     def test_requests_that_run_as_a_sync_begins(self):
         for mode in ("abort", "wait", "keep"):

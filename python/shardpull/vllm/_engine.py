@@ -201,10 +201,12 @@ class ShardpullEngine(WeightTransferEngine[ShardpullInitInfo, ShardpullUpdateInf
         """This worker's number among those of all engines."""
         parallel = self.vllm_config.parallel_config
         own: int = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        world: int = parallel.world_size_across_dp
-        if info.num_replicas < 1 or info.num_consumers != info.num_replicas * world:
+        world = info.num_consumers // max(1, info.num_replicas)
+        # A dense model's data-parallel replicas do not know how many they are; the trainer has asked the engine.
+        if info.num_replicas < 1 or info.num_consumers % info.num_replicas or world % parallel.world_size or own >= world:
             raise FailedPreconditionError(
-                f"num_consumers is {info.num_consumers} for {info.num_replicas} engines; this engine has {world} workers, and all have as many"
+                f"num_consumers is {info.num_consumers} for {info.num_replicas} engines of as many workers each; "
+                f"this is worker {own} of one with {parallel.world_size} in a data-parallel replica"
             )
         if not 0 <= info.replica_rank < info.num_replicas:
             raise InvalidArgumentError(f"replica_rank is {info.replica_rank}, of {info.num_replicas} engines")

@@ -171,6 +171,12 @@ class Trainer:
         if not self._sender:
             self._trainer.init(self._source)
             return
+        for engine in self._engines:
+            if hasattr(engine.client, "world_size") and self._world_size(engine.client) != len(engine.workers):
+                raise InvalidArgumentError(
+                    f"num_consumers is {self._consumers} for {len(self._engines)} engines, "
+                    f"but {engine} has {self._world_size(engine.client)} workers; all have as many"
+                )
         over = threading.Event()
 
         def give_up(error: BaseException) -> None:
@@ -265,7 +271,8 @@ class Trainer:
                 calls.join_within(self._timeout_s, "update_weights")
             raise
         for consumer in (*report.lost_consumers, *report.dropped_consumers):
-            self._lose(UnavailableError(f"worker {consumer} was lost in sync {report.sync_id}", fault="peer", reason="peer_lost", peer=f"worker {consumer}"))
+            worker = f"worker {consumer}"
+            self._lose(UnavailableError(f"{worker} was lost in sync {report.sync_id}", fault="peer", reason="peer_lost", peer=worker))
         for engine in self._live():
             engine.whole = False
         calls.join_within(self._timeout_s, "update_weights", self._live())
