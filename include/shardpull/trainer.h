@@ -118,7 +118,8 @@ class SHARDPULL_API Trainer {
   // Sends to "worker N" or "trainer N". To a sender that has ended the fleet: the error says why it has.
   Status send_message(const std::string& to, const std::string& topic, const std::string& body);
   // The next message, waiting at most `timeout_ms`; nothing on timeout. An error once for each member
-  // that is lost, and when the fleet has ended.
+  // that is lost, and when the fleet has ended. Of messages that nobody receives the newest 262,144 are kept,
+  // or 256 MiB of them; where older ones were dropped, Reason::kLimit says once how many.
   Result<std::optional<FleetMessage>> receive_message(std::uint64_t timeout_ms);
 
   // Most bytes of anonymous and own shared memory the engine itself holds (rings, export buffers).

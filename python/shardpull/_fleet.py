@@ -163,7 +163,11 @@ class Trainer:
         self._native.send_message(to, topic, body)
 
     def receive_message(self, timeout_ms: int) -> FleetMessage | None:
-        """The next message, or None after `timeout_ms`. Raises once for each member that is lost."""
+        """The next message, or None after `timeout_ms`. Raises once for each member that is lost.
+
+        Of messages that nobody receives the newest 262,144 are kept, or 256 MiB of them; where older ones were dropped,
+        ResourceExhaustedError says once how many.
+        """
         message = self._native.receive_message(timeout_ms)
         return None if message is None else FleetMessage(*message)
 

@@ -149,7 +149,9 @@ class TrainerRun {
   void forget_messages() {
     for (;;) {
       const auto message = trainer_->receive_message(0);
-      if (message.ok() ? !message->has_value() : message.status().info().reason != Reason::kPeerLost) return;
+      if (message.ok() && message->has_value()) continue;
+      const Reason reason = message.status().info().reason;  // unspecified: there is none left
+      if (reason != Reason::kPeerLost && reason != Reason::kLimit) return;
     }
   }
 

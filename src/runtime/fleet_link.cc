@@ -8,7 +8,9 @@
 #include <fmt/format.h>
 
 #include "base/host_port.h"
+#include "base/log.h"
 #include "base/status_macros.h"
+#include "base/units.h"
 #include "runtime/hot_transport.h"
 #include "transport/ucx/ucx_transport.h"
 
@@ -18,6 +20,10 @@ namespace {
 Status bad_option(std::string_view field, std::string_view rule, const std::string& value) {
   return Status(StatusCode::kInvalidArgument, fmt::format("{} {} (it is {})", field, rule, value),
                 {.reason = Reason::kBadArgument});
+}
+
+std::uint64_t bytes_of(const FleetMessage& message) {
+  return sizeof(Result<FleetMessage>) + message.from.size() + message.topic.size() + message.body.size();
 }
 
 }  // namespace
@@ -182,9 +188,35 @@ void ControlRelay::on_member_lost(const Member& member, Incarnation, const Statu
 }
 
 void MessageQueue::push(FleetMessage message) {
-  MutexLock lock(mutex_);
-  messages_.push_back(std::move(message));
-  wake_.notify_all();
+  bool warn = false;
+  {
+    MutexLock lock(mutex_);
+    ++unread_;
+    unread_bytes_ += bytes_of(message);
+    messages_.push_back(std::move(message));
+    while (above_limits()) {
+      take(std::find_if(messages_.begin(), messages_.end(), [](const auto& each) { return each.ok(); }));
+      ++dropped_;
+      warn |= !std::exchange(warned_, true);
+    }
+    wake_.notify_all();
+  }
+  if (warn) {
+    log_warn("more than {} messages or {} wait to be received: the oldest are dropped from now on",
+             limits_.messages, format_bytes(limits_.bytes));
+  }
+}
+
+bool MessageQueue::above_limits() const {
+  return unread_ > limits_.messages || (unread_bytes_ > limits_.bytes && unread_ > 1);
+}
+
+FleetMessage MessageQueue::take(std::deque<Result<FleetMessage>>::iterator at) {
+  FleetMessage message = std::move(*at).value();
+  messages_.erase(at);
+  --unread_;
+  unread_bytes_ -= bytes_of(message);
+  return message;
 }
 
 void MessageQueue::push_error(const Status& why) {
@@ -201,9 +233,16 @@ void MessageQueue::forget_errors_of(const std::string& peer) {
 }
 
 void MessageQueue::close(const Status& why) {
-  MutexLock lock(mutex_);
-  if (!closed_) closed_ = why;
-  wake_.notify_all();
+  std::uint64_t lost = 0;
+  {
+    MutexLock lock(mutex_);
+    if (!closed_) {
+      closed_ = why;
+      lost = dropped_;
+    }
+    wake_.notify_all();
+  }
+  if (lost > 0) log_warn("messages to this process that were dropped unread: {}", lost);
 }
 
 Result<std::optional<FleetMessage>> MessageQueue::pop(std::uint64_t timeout_ms, const FleetOptions& options) {
@@ -217,15 +256,21 @@ Result<std::optional<FleetMessage>> MessageQueue::pop(std::uint64_t timeout_ms, 
     if (left <= 0) return std::optional<FleetMessage>();
     SHARDPULL_RETURN_IF_ERROR(interrupt.wait(wake_, mutex_, left));
   }
+  if (const std::uint64_t lost = std::exchange(dropped_, 0); lost > 0) {
+    return Status(StatusCode::kResourceExhausted,
+                  fmt::format("messages dropped unread, the oldest: {} (at most {} wait to be received, or {})",
+                              lost, limits_.messages, format_bytes(limits_.bytes)),
+                  {.reason = Reason::kLimit, .retryable = true});
+  }
   if (messages_.empty()) {
     if (!closed_->ok()) return *closed_;
     return Status(StatusCode::kUnavailable, "the fleet has ended: no message follows",
                   {.reason = Reason::kShutdown});
   }
-  Result<FleetMessage> next = std::move(messages_.front());
+  if (messages_.front().ok()) return std::optional<FleetMessage>(take(messages_.begin()));
+  const Status error = messages_.front().status();
   messages_.pop_front();
-  if (!next.ok()) return next.status();
-  return std::optional<FleetMessage>(std::move(next).value());
+  return error;
 }
 
 }  // namespace shardpull

@@ -12,6 +12,7 @@
 
 #include "base/clock.h"
 #include "base/identity.h"
+#include "base/limits.h"
 #include "base/mutex.h"
 #include "control/control.h"
 #include "runtime/progress_thread.h"
@@ -78,9 +79,20 @@ class ControlRelay final : public ControlSink {
   std::vector<ProgressThread::Task> early_ SHARDPULL_GUARDED_BY(mutex_);
 };
 
-// Messages of the programs on top, from the progress thread to a caller.
+// What a MessageQueue keeps for a program that does not receive, or not now: two messages of every process of
+// the largest fleet, as they all come at once after a sync, or bodies of the largest size from 256.
+struct UnreadLimits {
+  std::uint64_t messages = 4 * std::uint64_t{kMaxRanks};  // of ranks and of workers
+  std::uint64_t bytes = 256u << 20;                       // text, and what a message takes besides
+};
+
+// Messages of the programs on top, from the progress thread to a caller. Thread-safe.
 class MessageQueue {
  public:
+  explicit MessageQueue(const UnreadLimits& limits = {}) : limits_(limits) {}
+
+  // Beyond the limits the oldest messages are dropped: whoever has not received them so far waits for later
+  // ones, if for any. The first time that is logged; the next pop() reports how many are gone.
   void push(FleetMessage message);
   // pop() reports `why` once, in its turn among the messages.
   void push_error(const Status& why);
@@ -93,9 +105,17 @@ class MessageQueue {
   Result<std::optional<FleetMessage>> pop(std::uint64_t timeout_ms, const FleetOptions& options);
 
  private:
+  FleetMessage take(std::deque<Result<FleetMessage>>::iterator at) SHARDPULL_REQUIRES(mutex_);
+  bool above_limits() const SHARDPULL_REQUIRES(mutex_);
+
+  const UnreadLimits limits_;
   Mutex mutex_;
   CondVar wake_;
   std::deque<Result<FleetMessage>> messages_ SHARDPULL_GUARDED_BY(mutex_);
+  std::uint64_t unread_ SHARDPULL_GUARDED_BY(mutex_) = 0;        // messages_ without the errors
+  std::uint64_t unread_bytes_ SHARDPULL_GUARDED_BY(mutex_) = 0;  // of these
+  std::uint64_t dropped_ SHARDPULL_GUARDED_BY(mutex_) = 0;       // since pop() last said so
+  bool warned_ SHARDPULL_GUARDED_BY(mutex_) = false;
   std::optional<Status> closed_ SHARDPULL_GUARDED_BY(mutex_);
 };
 
