@@ -26,7 +26,7 @@ from shardpull.vllm import HTTPClient, Trainer
 
 START_S = 300
 MODEL = "qwen3"
-LONG = 480
+LONG = 1000
 
 
 class Server:
@@ -40,7 +40,8 @@ class Server:
         self.url = f"http://127.0.0.1:{self._port}"
         self._command = [
             sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--served-model-name", "m", "--host", "127.0.0.1",
-            "--port", str(self._port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "4",
+            "--port", str(self._port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "4",
+            "--hf-overrides", json.dumps({"max_position_embeddings": 2048}),
             "--enable-scale-out", "--weight-transfer-config", json.dumps({"backend": "shardpull"}), *flags,
         ]  # fmt: skip
         self._log = open(pathlib.Path(directory) / "server.log", "a+")
@@ -48,7 +49,7 @@ class Server:
 
     def start(self):
         self._process = subprocess.Popen(
-            self._command, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            self._command, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True)  # fmt: skip
 
     def wait(self):
@@ -100,13 +101,12 @@ class Server:
 
 
 class Request:
-    """A long one that runs: its first token has come."""
+    """A long one. It runs once its first token has come."""
 
     def __init__(self, server):
         self._running = threading.Event()
+        self._server = server
         self._all = Background(lambda: self._read(server))
-        if not self._running.wait(60):
-            raise AssertionError(f"no token came:\n{server.log()}")
 
     def _read(self, server):
         tokens, reason = [], None
@@ -114,6 +114,10 @@ class Request:
             tokens += some
             self._running.set()
         return tokens, reason
+
+    def wait(self):
+        if not self._running.wait(60):
+            raise AssertionError(f"no token came:\n{self._server.log()}")
 
     def result(self):
         return self._all.result()
@@ -195,6 +199,8 @@ class Servers(FleetTest):
                     trainer.init()
                     self.source.step(1)
                     requests = [Request(server) for server in self.servers]
+                    for request in requests:
+                        request.wait()
                     trainer.send_weights(1)
                     self.answer(self.fresh_1, self.fresh_1)
                     for request in requests:

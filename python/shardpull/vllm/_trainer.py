@@ -11,7 +11,14 @@ from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
 from .. import __version__
-from .._errors import CancelledError, DeadlineExceededError, FailedPreconditionError, InvalidArgumentError, UnavailableError
+from .._errors import (
+    CancelledError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from .._fleet import FleetMessage, FleetOptions, TrainerOptions
 from .._fleet import Trainer as FleetTrainer
 from .._native import SyncReport
@@ -93,9 +100,9 @@ class _Calls:
         for thread in self._threads.values():
             thread.join()
 
-    def join_within(self, timeout_s: float, what: str, engines: Iterable[_Engine] | None = None) -> None:
+    def join_within(self, timeout_s: float, what: str, engines: Iterable[_Engine]) -> None:
         deadline = time.monotonic() + timeout_s
-        for engine in self._threads if engines is None else engines:
+        for engine in engines:
             thread = self._threads[engine]
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
@@ -192,7 +199,7 @@ class Trainer:
             raise calls.error from error
         finally:
             over.set()
-        calls.join_within(self._timeout_s, "init_weight_transfer_engine")
+        calls.join_within(self._timeout_s, "init_weight_transfer_engine", self._engines)
         if calls.error is not None:
             raise calls.error
         self._joined = True
@@ -268,7 +275,7 @@ class Trainer:
             if isinstance(error, UnavailableError) and error.reason == "peer_lost":
                 self._lose(error)  # whose own notice may still be on its way
             with contextlib.suppress(DeadlineExceededError):
-                calls.join_within(self._timeout_s, "update_weights")
+                calls.join_within(self._timeout_s, "update_weights", self._live())
             raise
         for consumer in (*report.lost_consumers, *report.dropped_consumers):
             worker = f"worker {consumer}"
@@ -392,6 +399,8 @@ class Trainer:
                 raise
             self._lose(error)
             return FleetMessage(error.peer, "", str(error))
+        except ResourceExhaustedError as error:  # messages of the program's own, which nobody read
+            return FleetMessage("", "", str(error))
 
     def _wait_until_ready(self, calls: _Calls) -> None:
         """Until all workers serve, but those of engines that are lost: with these the sync, which begins then, fails everywhere."""
