@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/clock_offset.h"
@@ -57,6 +58,11 @@ class Control {
   virtual std::optional<ClockOffset> clock_offset(const Member& member) {
     (void)member;
     return std::nullopt;
+  }
+  // Whom the hub has refused so far for a reason that does not pass by itself ("a peer: the fleet token is ..."),
+  // each reason once: what a member that does not come may have met. Empty on other links. Thread-safe.
+  virtual std::vector<std::string> refusals() const {
+    return {};
   }
   // Sends what is queued (bounded, 2 s), closes, joins the threads; no callback runs after it returns.
   // Idempotent.

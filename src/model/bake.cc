@@ -372,10 +372,12 @@ std::string gap_text(const Parameter& parameter, const BitRun& gap) {
   return out + " on";
 }
 
-// ", which N, M, ... would feed: the source lacks M" for a parameter that is not covered.
+// "; the source has no M" for a parameter that is not covered. A model that does not know what feeds it: the question.
 std::string sources_text(const Model& model, const Parameter& parameter, const NameIndex& names) {
+  std::vector<std::string> sources = model.sources_of(parameter);
+  if (sources.empty()) return "; does the source lack a tensor for it?";
   std::vector<std::string> missing;
-  for (std::string& source : model.sources_of(parameter)) {
+  for (std::string& source : sources) {
     if (!names.contains(source)) missing.push_back(std::move(source));
   }
   return missing.empty() ? std::string() : "; the source has no " + describe_list(missing);
@@ -514,10 +516,10 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
         " name(s) are loaded and then overwritten whole by others, and the model does not explain it: " +
         describe_list(overwritten));
   }
-  if (!unfed.empty()) errors.push_back("no source feeds " + describe_list(unfed, "; "));
+  if (!unfed.empty()) errors.push_back("what no source feeds: " + describe_list(unfed, "; "));
   if (!homeless.empty()) errors.push_back(describe_list(homeless, "; "));
   if (!unbaked.empty() && options.unbaked == UnbakedPolicy::kStrict) {
-    errors.push_back(std::to_string(unbaked.size()) + " live name(s) did not bake (unbaked=strict): " +
+    errors.push_back(std::to_string(unbaked.size()) + " name(s) are loaded into modules that do not bake (unbaked is strict): " +
                      describe_list(unbaked) + ". Why: " + describe_list(reasons, "; "));
   }
   if (!errors.empty())

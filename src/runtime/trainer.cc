@@ -123,6 +123,8 @@ struct Trainer::Impl final : TransportSink {
   Status describe(WeightSource& source);
   Status join(WeightSource& source);
   Status wait_for_workers();
+  // "; refused was a peer: ..." of those that wanted to join, or "".
+  std::string refused_meanwhile() const;
   Result<SyncReport> send_weights(std::uint64_t version, const SendOptions& send);
   // Sender: opens a sync over the whole replicas, once there is one.
   Status open_sync(std::uint64_t version, const NameSet& names);
@@ -399,7 +401,7 @@ Status Trainer::Impl::join(WeightSource& given) {
           if (joined_ranks.count(rank) == 0)
             missing += fmt::format("{}trainer {}", missing.empty() ? "" : ", ", rank);
         }
-        return fmt::format("{} to join", missing);
+        return fmt::format("{} to join{}", missing, refused_meanwhile());
       }));
   std::shared_ptr<const InitTables> current;
   {
@@ -410,6 +412,11 @@ Status Trainer::Impl::join(WeightSource& given) {
   }
   SHARDPULL_ASSIGN_OR_RETURN(rank.parts, published_parts(*current, options.rank, rank.pieces));
   return {};
+}
+
+std::string Trainer::Impl::refused_meanwhile() const {
+  const std::vector<std::string> refusals = control->refusals();
+  return refusals.empty() ? std::string() : fmt::format("; refused was {}", fmt::join(refusals, "; "));
 }
 
 Status Trainer::Impl::wait_for_workers() {
@@ -432,7 +439,7 @@ Status Trainer::Impl::wait_for_workers() {
           missing += fmt::format("{}worker {} to {}", missing.empty() ? "" : ", ", worker,
                                  joined_workers.count(worker) == 0 ? "join" : "finish its init");
         }
-        return missing;
+        return fmt::format("{} (num_consumers is {}){}", missing, options.num_consumers, refused_meanwhile());
       }));
   bool failed_worker = false;
   {

@@ -309,6 +309,10 @@ class Failures(FleetTest):
         with Trainer(shardpull.TensorSource(half), OfflineClient(self.llm), **self.fleet()) as trainer:
             with self.assertRaisesRegex(shardpull.Error, "lm_head.weight"):
                 trainer.init()
+        small = {**source.weights, "model.embed_tokens.weight": source.weights["model.embed_tokens.weight"][:300].clone()}
+        with Trainer(shardpull.TensorSource(small), OfflineClient(self.llm), **self.fleet()) as trainer:
+            with self.assertRaisesRegex(shardpull.Error, r"last tensor that they took of the trainer's was model.embed_tokens.weight \[300, 64\]"):
+                trainer.init()
         self.assertEqual(answers(self.llm), self.fresh_0)
         self.to_0()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from typing import Any, Literal, Protocol
 
-from .._errors import FailedPreconditionError, UnavailableError
+from .._errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -29,13 +30,15 @@ class HTTPClient:
     """An engine behind ``vllm serve`` (started with VLLM_SERVER_DEV_MODE=1).
 
     Args:
-        base_url: "http://host:8000".
+        base_url: "http://host:8000", without a path.
         timeout: seconds that one call may take.
         pause_mode: what becomes of requests that run when an update begins: "abort", "wait" for their end, or "keep" them
             and go on afterwards; what they have computed so far is computed again with the new weights.
     """
 
     def __init__(self, base_url: str, *, timeout: float = 600.0, pause_mode: PauseMode = "abort") -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise InvalidArgumentError(f"base_url must begin with http:// or https://, not {base_url!r}")
         self._base_url = base_url.rstrip("/")
         self._timeout = timeout
         self._pause_mode = pause_mode
@@ -86,12 +89,19 @@ class HTTPClient:
             with urllib.request.urlopen(request, timeout=self._timeout) as response:
                 answer = json.loads(response.read() or b"{}")
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")
-            hint = " (is VLLM_SERVER_DEV_MODE=1 set?)" if error.code == 404 else ""
+            hint = " (is VLLM_SERVER_DEV_MODE=1 set there, and is base_url without a path?)" if error.code == 404 else ""
+            said = _said(error.read().decode(errors="replace"))
             raise FailedPreconditionError(f"{where}: {error.code} {error.reason}{hint}: {said}", fault="peer") from error
         except OSError as error:
-            raise UnavailableError(f"{where}: {error}", fault="peer") from error
+            why = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise UnavailableError(f"{where}: {why}: does the engine run there, and has it started?", fault="peer") from error
         return answer if isinstance(answer, dict) else {}
+
+
+def _said(body: str) -> str:
+    """What a worker raised, out of what vLLM's layers have put around it; else all of it."""
+    found = re.search(r"Worker failed with error '(.*)', please check the stack trace", body, re.DOTALL)
+    return f"a worker says: {found[1]}" if found else body
 
 
 class OfflineClient:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,8 +214,24 @@ class ShardpullEngine(WeightTransferEngine[ShardpullInitInfo, ShardpullUpdateInf
         return info.replica_rank * world + own
 
     def _load_weights(self, weights: Any) -> Any:
+        last = "none"
+
+        def given() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal last
+            for name, tensor in weights:
+                last = f"{name} {list(tensor.shape)}"
+                yield name, tensor
+
         with set_current_vllm_config(self.vllm_config):
-            return self.model.load_weights(weights)
+            try:
+                return self.model.load_weights(given())
+            except Error:
+                raise
+            except Exception as error:  # some have no text, and none names the tensor
+                raise InvalidArgumentError(
+                    f"{type(self.model).__name__}'s loaders failed; the last tensor that they took of the trainer's was {last}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
 
     def _serve_one(self, worker: Worker, info: ShardpullUpdateInfo) -> int:
         outcome: list[tuple[int, Error | None]] = []

@@ -291,6 +291,9 @@ TEST(GrpcControl, RefusesAnotherToken) {
   EXPECT_LT(SystemClock::instance().now_ns() - start_ns, options.connect_timeout_ns / 2);  // not tried again
   EXPECT_EQ(status.message().find(std::to_string(kToken)), std::string::npos);
   EXPECT_TRUE(at_hub.events().empty());
+  const std::vector<std::string> refusals = hub->refusals();
+  ASSERT_EQ(refusals.size(), 1U);
+  EXPECT_EQ(refusals[0].find("a peer: the fleet token is not this fleet's"), 0U) << refusals[0];
   set_log_level(LogLevel::kWarn);
 }
 

@@ -110,6 +110,7 @@ class GrpcHub final : public Control, private v1::Control::CallbackService {
   Status start();
   Status send(const Member& to, ControlBody body) override;
   std::optional<ClockOffset> clock_offset(const Member& member) override;
+  std::vector<std::string> refusals() const override;
   void shutdown() override;
 
  private:
@@ -143,9 +144,10 @@ class GrpcHub final : public Control, private v1::Control::CallbackService {
   std::once_flag shutdown_once_;
   std::atomic<bool> closing_{false};
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
   std::set<StreamPtr> streams_ SHARDPULL_GUARDED_BY(mutex_);    // every call that has not ended
   std::map<Member, Up> known_up_ SHARDPULL_GUARDED_BY(mutex_);  // members_, for other threads
+  std::vector<std::string> lasting_refusals_ SHARDPULL_GUARDED_BY(mutex_);
 
   // The dispatcher's:
   std::map<Member, Up> members_;
@@ -295,6 +297,11 @@ std::optional<ClockOffset> GrpcHub::clock_offset(const Member& member) {
   return stream->clock_offset(SystemClock::instance().now_ns());
 }
 
+std::vector<std::string> GrpcHub::refusals() const {
+  MutexLock lock(mutex_);
+  return lasting_refusals_;
+}
+
 void GrpcHub::shutdown() {
   if (dispatcher_->is_current_thread()) {
     log_error("control: shutdown() called from a callback; ignored, the destructor shuts down");
@@ -412,10 +419,13 @@ void GrpcHub::take_hello(const StreamPtr& stream, const v1::Hello& hello) {
                                   : check_hello(hello, member);
   if (!checked.ok()) {
     // The refused side reports it too. One that comes again and again is logged once.
-    const std::string text =
-        fmt::format("refused {}: {}", member ? to_string(*member) : "a peer", checked.message());
+    const std::string text = fmt::format("{}: {}", member ? to_string(*member) : "a peer", checked.message());
     if (refusals_.size() < kMaxRememberedRefusals && refusals_.insert(text).second) {
-      log_at(checked.info().retryable ? LogLevel::kInfo : LogLevel::kWarn, "control: {}", text);
+      log_at(checked.info().retryable ? LogLevel::kInfo : LogLevel::kWarn, "control: refused {}", text);
+      if (!checked.info().retryable) {
+        MutexLock lock(mutex_);
+        lasting_refusals_.push_back(text);
+      }
     }
     return break_stream(stream, std::move(checked));
   }
