@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import urllib.error
@@ -72,10 +73,19 @@ class HTTPClient:
 
     def world_size(self) -> int:
         """Its workers."""
-        return int(self._call("GET", "get_world_size")["world_size"])
+        return int(self._ask("get_world_size", "world_size"))
+
+    def is_paused(self) -> bool:
+        return bool(self._ask("is_paused", "is_paused"))
 
     def weight_version(self) -> str:
-        return str(self._call("GET", "weight_info")["weight_version"])
+        return str(self._ask("weight_info", "weight_version"))
+
+    def _ask(self, path: str, name: str) -> Any:
+        answer = self._call("GET", path)
+        if name not in answer:
+            raise FailedPreconditionError(f"GET {self._base_url}/{path}: no '{name}' in the answer: is it a server of vLLM's?", fault="peer")
+        return answer[name]
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         request = urllib.request.Request(
@@ -92,7 +102,9 @@ class HTTPClient:
             hint = " (is VLLM_SERVER_DEV_MODE=1 set there, and is base_url without a path?)" if error.code == 404 else ""
             said = _said(error.read().decode(errors="replace"))
             raise FailedPreconditionError(f"{where}: {error.code} {error.reason}{hint}: {said}", fault="peer") from error
-        except OSError as error:
+        except ValueError as error:
+            raise FailedPreconditionError(f"{where}: the answer is no JSON: is it a server of vLLM's?", fault="peer") from error
+        except (OSError, http.client.HTTPException) as error:
             why = error.reason if isinstance(error, urllib.error.URLError) else error
             raise UnavailableError(f"{where}: {why}: does the engine run there, and has it started?", fault="peer") from error
         return answer if isinstance(answer, dict) else {}

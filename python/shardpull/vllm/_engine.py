@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import logging
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +16,21 @@ import torch
 from torch.utils.dlpack import from_dlpack
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from .. import __version__
-from .._errors import CancelledError, Error, FailedPreconditionError, InvalidArgumentError, UnavailableError, UnimplementedError
+from .._errors import Error, FailedPreconditionError, InvalidArgumentError, UnavailableError, UnimplementedError
 from .._fleet import Worker
 from .._native import WorkerReport
 from ..modules import ModuleModel
 from ._layers import LayerwiseUpdate
-from ._protocol import GIVEN_UP, READY
+from ._protocol import JOINED, READY, UPDATED
+
+log = logging.getLogger(__name__)
+
+MAX_TEXT = 16384
+"""Characters of an error's text that travel."""
 
 
 @dataclass
@@ -34,6 +44,8 @@ class ShardpullInitInfo(WeightTransferInitInfo):
     """Engines, of as many workers each."""
     replica_rank: int = 0
     """Which of the engines this is."""
+    ticket: int = 0
+    """Of this try: what the sender is told that the worker has joined for."""
     directory: str | None = None
     token: int | None = None
     """None: that of the worker's own environment, SHARDPULL_TOKEN."""
@@ -60,7 +72,7 @@ class ShardpullInitInfo(WeightTransferInitInfo):
     """"{consumer}" in it becomes the worker's number."""
 
     def options(self, consumer: int) -> dict[str, Any]:
-        own = {"package_version", "num_consumers", "num_replicas", "replica_rank", "apply"}
+        own = {"package_version", "num_consumers", "num_replicas", "replica_rank", "ticket", "apply"}
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in own}
         if self.trace_file is not None:
             given["trace_file"] = self.trace_file.replace("{consumer}", str(consumer))
@@ -82,7 +94,8 @@ class ShardpullEngine(WeightTransferEngine[ShardpullInitInfo, ShardpullUpdateInf
     """vLLM's view of it: init once, then start, update and finish for each sync.
 
     Nothing of the model changes before new weights have landed, and between two calls it can always run. An update that
-    fails may leave some modules new and some old, unless it was staged; the next one brings all.
+    fails may leave some modules new and some old, unless it was staged; the next one brings all. Only calls that do not fit
+    raise.
     """
 
     init_info_cls = ShardpullInitInfo
@@ -97,53 +110,44 @@ class ShardpullEngine(WeightTransferEngine[ShardpullInitInfo, ShardpullUpdateInf
         self._memory: dict[str, dict[str, torch.Tensor]] = {}
         """Where syncs land, by module path and name there."""
         self._staged = False
+        self._lands_in_model = False
+        """Some of a sync lands in the model itself."""
         self._landed: list[str] = []
         """Modules of a staged sync, in the order in which they were complete."""
         self._state = "idle"
+        self._changed = False
+        """The update under way has brought something into the model."""
+        self._mixed = False
+        """The model has parts of an update that failed."""
 
     # ---- What vLLM calls
 
     def init_transfer_engine(self, init_info: ShardpullInitInfo) -> None:
-        """Joins the fleet; again after that, anew. Waits for the trainers, connect_timeout_ms at most."""
-        self.shutdown()
-        if init_info.package_version != __version__:
-            raise FailedPreconditionError(f"the trainer has shardpull {init_info.package_version}, this worker {__version__}: they must be the same")
-        if init_info.apply not in (None, "inplace", "staged"):
-            raise InvalidArgumentError(f"apply must be 'inplace' or 'staged', not {init_info.apply!r}")
-        parallel = self.vllm_config.parallel_config
-        if parallel.enable_eplb:
-            raise UnimplementedError("enable_eplb: experts that move between slots at run time would get the weights of others")
-        consumer = self._consumer(init_info)
-        update = LayerwiseUpdate(self.model, self.vllm_config, self.device)
-        paths = {module: path for path, module in self.model.named_modules()}
-        homes = dict.fromkeys(paths[one.module] for one in update.loadables.values())
-        model = ModuleModel(
-            self.model,
-            self._load_weights,
-            post_process={path: functools.partial(self._module_landed, path) for path in homes},
-            optional=update.optional,
-            checkpoint_format=update.checkpoint_format,
-        )
-        parameters = model.parameters()
-        buffers = dict(self.model.named_buffers())
-        for name in parameters:
-            if name not in update.loadables and name in buffers:
-                parameters[name].bind(buffers[name])  # buffers that a checkpoint feeds have no other form
-        self._staged = init_info.apply == "staged"
-        self._update = update
+        """Joins the fleet; again after that, anew. Waits for the trainers, connect_timeout_ms at most.
+
+        Where one of several workers fails, none has joined, and the last one alone raises.
+        """
+        if self._state != "idle":  # an update that its trainer did not live to end, and vLLM has no call that drops it
+            caller: Any = sys._getframe(1).f_locals.get("self")
+            if getattr(caller, "weight_transfer_engine", None) is self:
+                caller._weight_update_active = False
+        failed: Exception | None = None
         try:
-            self._worker = Worker(model, consumer=consumer, **init_info.options(consumer))
-        except BaseException:
-            self._update = None
-            raise
-        for name, one in update.loadables.items():
-            self._memory.setdefault(paths[one.module], {})[one.tensor] = from_dlpack(model.parameters()[name])
+            self._join(init_info)
+        except Exception as error:  # noqa: BLE001  (raised by one of all)
+            failed = error
+        failed = self._failed_anywhere(failed)
+        if failed is not None:
+            self.shutdown()
+            if self.parallel_config.rank == self.parallel_config.world_size - 1:
+                raise failed
+        elif self._worker is not None:
+            with suppress(Error):
+                self._worker.send_message("trainer 0", JOINED, f"{init_info.ticket} {'mixed' if self._mixed else 'whole'}")
 
     def start_weight_update(self) -> None:
         if self._worker is None:
             raise FailedPreconditionError("start_weight_update before init_weight_transfer_engine")
-        if self._state != "idle":
-            raise FailedPreconditionError("start_weight_update a second time before finish_weight_update")
         self._state = "started"
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -151,32 +155,28 @@ class ShardpullEngine(WeightTransferEngine[ShardpullInitInfo, ShardpullUpdateInf
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShardpullUpdateInfo) -> None:
-        """One sync, as the sender runs it; raises what failed it."""
-        if self._worker is None or self._update is None:
+        """One sync, as the sender runs it. How it went is told to the trainer (UPDATED), and never raised."""
+        worker = self._worker
+        if worker is None or self._update is None:
             raise FailedPreconditionError("update_weights before init_weight_transfer_engine")
-        if update_info.ticket == GIVEN_UP:
-            self._state = "idle"
-            raise CancelledError("the trainer has given the update up")
         if self._state != "started":
             raise FailedPreconditionError("update_weights before start_weight_update, or a second time after it")
-        self._state = "idle"  # what fails here has ended the update
-        self._landed.clear()
-        self._update.begin()
-        try:
-            version = self._serve_one(self._worker, update_info)
-            if version != update_info.version:
-                raise FailedPreconditionError(f"the sync brought version {version}, the update was to bring {update_info.version}")
-            for path in self._landed:
-                self._process(path)
-            self._update.finish()
-        except BaseException:
-            self._update.abort()
-            raise
         self._state = "updated"
+        self._changed = False
+        text: str | None = None
+        try:
+            self._receive(worker, self._update, update_info)
+            self._mixed = False
+        except Exception as error:  # noqa: BLE001  (told)
+            log.warning("the update to version %d failed", update_info.version, exc_info=True)
+            text = f"{type(error).__name__}: {error}"[:MAX_TEXT]
+            self._changed |= self._lands_in_model
+            self._mixed |= self._changed
+        with suppress(Error):  # of a fleet that has ended the trainer knows
+            worker.send_message("trainer 0", UPDATED, f"{update_info.ticket} {json.dumps({'error': text, 'changed': self._changed})}")
 
     def finish_weight_update(self) -> None:
-        if self._state != "updated":
-            raise FailedPreconditionError("finish_weight_update without an update that succeeded")
+        """Ends an update, whether it succeeded or not: vLLM has no other call for that."""
         self._state = "idle"
 
     def set_weight_update_target(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -197,6 +197,54 @@ class ShardpullEngine(WeightTransferEngine[ShardpullInitInfo, ShardpullUpdateInf
         self._state = "idle"
 
     # ---- Parts
+
+    def _failed_anywhere(self, own: Exception | None) -> Exception | None:
+        """What failed in one of the engine's workers; all are in this call. vLLM takes the first exception of several
+        workers', and the others for answers to later calls: all have to fail, and one to raise."""
+        if self.parallel_config.world_size == 1:
+            return own
+        group = get_world_group()
+        texts: list[str | None] = [None] * group.world_size
+        torch.distributed.all_gather_object(texts, None if own is None else f"{type(own).__name__}: {own}"[:MAX_TEXT], group=group.cpu_group)
+        found = next((f"worker {rank} of the engine: {text}" for rank, text in enumerate(texts) if text is not None), None)
+        return own or (None if found is None else FailedPreconditionError(found))
+
+    def _join(self, init_info: ShardpullInitInfo) -> None:
+        self.shutdown()
+        if init_info.package_version != __version__:
+            raise FailedPreconditionError(f"the trainer has shardpull {init_info.package_version}, this worker {__version__}: they must be the same")
+        if init_info.apply not in (None, "inplace", "staged"):
+            raise InvalidArgumentError(f"apply must be 'inplace' or 'staged', not {init_info.apply!r}")
+        parallel = self.vllm_config.parallel_config
+        if parallel.enable_eplb:
+            raise UnimplementedError("enable_eplb: experts that move between slots at run time would get the weights of others")
+        consumer = self._consumer(init_info)
+        self._staged = init_info.apply == "staged"
+        self._lands_in_model = False
+        update = LayerwiseUpdate(self.model, self.vllm_config, self.device)
+        paths = {module: path for path, module in self.model.named_modules()}
+        homes = dict.fromkeys(paths[one.module] for one in update.loadables.values())
+        model = ModuleModel(
+            self.model,
+            self._load_weights,
+            post_process={path: functools.partial(self._module_landed, path) for path in homes},
+            optional=update.optional,
+            checkpoint_format=update.checkpoint_format,
+        )
+        parameters = model.parameters()
+        buffers = dict(self.model.named_buffers())
+        for name in parameters:
+            if name not in update.loadables and name in buffers:
+                parameters[name].bind(buffers[name])  # buffers that a checkpoint feeds have no other form
+                self._lands_in_model = True
+        self._update = update
+        try:
+            self._worker = Worker(model, consumer=consumer, **init_info.options(consumer))
+        except BaseException:
+            self._update = None
+            raise
+        for name, one in update.loadables.items():
+            self._memory.setdefault(paths[one.module], {})[one.tensor] = from_dlpack(model.parameters()[name])
 
     def _consumer(self, info: ShardpullInitInfo) -> int:
         """This worker's number among those of all engines."""
@@ -233,6 +281,20 @@ class ShardpullEngine(WeightTransferEngine[ShardpullInitInfo, ShardpullUpdateInf
                     f"{type(error).__name__}: {error}"
                 ) from error
 
+    def _receive(self, worker: Worker, update: LayerwiseUpdate, info: ShardpullUpdateInfo) -> None:
+        self._landed.clear()
+        update.begin()
+        try:
+            version = self._serve_one(worker, info)
+            if version != info.version:
+                raise FailedPreconditionError(f"the sync brought version {version}, the update was to bring {info.version}")
+            for path in self._landed:
+                self._process(path)
+            update.finish()
+        except BaseException:
+            update.abort()
+            raise
+
     def _serve_one(self, worker: Worker, info: ShardpullUpdateInfo) -> int:
         outcome: list[tuple[int, Error | None]] = []
 
@@ -260,4 +322,5 @@ class ShardpullEngine(WeightTransferEngine[ShardpullInitInfo, ShardpullUpdateInf
 
     def _process(self, path: str) -> None:
         assert self._update is not None
+        self._changed = True
         self._update.process(self.model.get_submodule(path), self._memory[path])

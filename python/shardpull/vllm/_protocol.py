@@ -1,7 +1,12 @@
-"""What the trainer's side and vLLM's workers say to each other."""
+"""What vLLM's workers say to the trainer, as messages of the fleet: the topics. Each body begins with the ticket of what they were asked."""
+
+JOINED = "vllm.joined"
+"""A worker has joined, and "mixed", as its model has parts of an update that failed, or "whole". What is said of its life before comes
+before that."""
 
 READY = "vllm.ready"
-"""Topic of a worker's message to the sender: it serves syncs now. The body is the update's ticket."""
+"""It serves syncs now."""
 
-GIVEN_UP = -1
-"""In the place of a ticket: the update is over before it began. vLLM has no call for that; one that fails ends it."""
+UPDATED = "vllm.updated"
+"""How its update went: JSON with `error`, a text or null, and `changed`, whether the model has parts of what came. It is no exception
+in the worker: of several workers' vLLM takes one, and the others for answers to later calls."""
