@@ -1,4 +1,4 @@
-"""Servers of vLLM's in a fleet, driven over HTTP: several of them, requests that run as a sync begins, workers that die."""
+"""Servers of vLLM's, started as docs/guides/vllm.md says, in a fleet: several, requests that run as a sync begins, workers that die."""
 # ctest-timeout: 1200
 # ctest-processors: 2
 
@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import pathlib
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +18,7 @@ import time
 import unittest
 import urllib.request
 
-from fleets import Background, FleetTest  # first: it finds the package
+from fleets import SOURCE_DIR, Background, FleetTest  # first: it finds the package
 
 import shardpull
 import vllm_models
@@ -28,9 +30,13 @@ START_S = 300
 MODEL = "qwen3"
 LONG = 1000
 
+GUIDE = (SOURCE_DIR / "docs" / "guides" / "vllm.md").read_text(encoding="utf-8")
+[SETTINGS] = re.findall(r"(?m)^\$ export (VLLM_SERVER_DEV_MODE=.*)$", GUIDE)
+[COMMAND] = re.findall(r"(?m)^\$ python (-m vllm\.entrypoints\..*)$", GUIDE)
+
 
 class Server:
-    """`vllm serve` of a version of the model, in processes of its own."""
+    """The guide's server, of a version of the model, in processes of its own."""
 
     def __init__(self, version, directory, *flags):
         path = vllm_models.write(MODEL, pathlib.Path(directory) / MODEL, vllm_models.weights_of(MODEL, version))
@@ -39,18 +45,18 @@ class Server:
             self._port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
         self._command = [
-            sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--served-model-name", "m", "--host", "127.0.0.1",
-            "--port", str(self._port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "4",
-            "--hf-overrides", json.dumps({"max_position_embeddings": 2048}),
-            "--enable-scale-out", "--weight-transfer-config", json.dumps({"backend": "shardpull"}), *flags,
+            sys.executable, "-W", "ignore", *(path if word == "DIR" else word for word in shlex.split(COMMAND)), "--served-model-name", "m",
+            "--host", "127.0.0.1", "--port", str(self._port), "--skip-tokenizer-init", "--max-model-len", "2048", "--max-num-seqs", "4",
+            "--hf-overrides", json.dumps({"max_position_embeddings": 2048}), "--enable-scale-out", *flags,
         ]  # fmt: skip
+        settings = dict(word.split("=", 1) for word in shlex.split(SETTINGS))
+        self._environment = {**os.environ, **settings, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
         self._log = open(pathlib.Path(directory) / "server.log", "a+")
         self._process = None
 
     def start(self):
         self._process = subprocess.Popen(
-            self._command, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True)  # fmt: skip
+            self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True)  # fmt: skip
 
     def wait(self):
         deadline = time.monotonic() + START_S
@@ -138,7 +144,7 @@ class Servers(FleetTest):
             cls.stack.callback(server.stop)
             server.start()
             cls.servers.append(server)
-        with started(MODEL, 1) as llm:
+        with started(MODEL, 1, dtype="float32") as llm:  # the guide's
             cls.fresh_1 = [[token for token, _ in answer] for answer in answers(llm)]
         for server in cls.servers:
             server.wait()
