@@ -45,10 +45,14 @@ class Examples(unittest.TestCase):
         self.assertEqual([line.rsplit(" ", 1)[1] for line in told], ["True", "True"])
 
     def test_what_is_missing_is_said_in_a_line(self):
-        no_package = "import importlib.metadata as m; m.files = lambda name: m.distribution(f'{name}-is-not-here').files"
+        embedding_sync = f"""
+import importlib.metadata, runpy
+importlib.metadata.files = lambda name: importlib.metadata.distribution(name + "-is-not-here").files
+runpy.run_path("{EXAMPLES}/embedding_sync.py", run_name="__main__")
+"""
         for words, said in (
             ([EXAMPLES / "rl_loop.py"], "torchrun --nproc-per-node 2"),
-            (["-c", f"import runpy; {no_package}; runpy.run_path('{EXAMPLES}/embedding_sync.py', run_name='__main__')"], "pass MODEL"),
+            (["-c", embedding_sync], "pass MODEL"),
         ):
             with self.subTest(said):
                 done = self.run_python(*words)

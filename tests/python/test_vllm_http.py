@@ -1,4 +1,4 @@
-"""Servers of vLLM's, started as docs/guides/vllm.md says, in a fleet: several, requests that run as a sync begins, workers that die."""
+"""Servers of vLLM's, started as docs/guides/vllm.md says: several, requests that run as a sync begins, workers that die."""
 # ctest-timeout: 1200
 # ctest-processors: 2
 
@@ -45,8 +45,9 @@ class Server:
             self._port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
         self._command = [
-            sys.executable, "-W", "ignore", *(path if word == "DIR" else word for word in shlex.split(COMMAND)), "--served-model-name", "m",
-            "--host", "127.0.0.1", "--port", str(self._port), "--skip-tokenizer-init", "--max-model-len", "2048", "--max-num-seqs", "4",
+            sys.executable, "-W", "ignore", *(path if word == "DIR" else word for word in shlex.split(COMMAND)),
+            "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self._port),
+            "--skip-tokenizer-init", "--max-model-len", "2048", "--max-num-seqs", "4",
             "--hf-overrides", json.dumps({"max_position_embeddings": 2048}), "--enable-scale-out", *flags,
         ]  # fmt: skip
         settings = dict(word.split("=", 1) for word in shlex.split(SETTINGS))
@@ -56,7 +57,8 @@ class Server:
 
     def start(self):
         self._process = subprocess.Popen(
-            self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True)  # fmt: skip
+            self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+            start_new_session=True)  # fmt: skip
 
     def wait(self):
         deadline = time.monotonic() + START_S
