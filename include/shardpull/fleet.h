@@ -59,8 +59,9 @@ struct FleetOptions {
   std::uint32_t ucx_workers = 1;  // kTcp, kUcx: 1..16, streams to each peer, each with a thread of its own
   // Asked by what blocks (Worker::connect and serve; Trainer::init, send_weights, next_sync and
   // receive_message) while it waits, on the thread that called it, about every 50 ms and without a lock. An
-  // error ends the wait and is what the call returns; a sync under way is failed everywhere first, as by any
-  // other error, and the next one may succeed. Looking up a host's name is not interrupted. Empty: never.
+  // error ends the wait and is what the call returns; a trainer's sync under way is failed everywhere first, as
+  // by any other error, and the next one may succeed. serve() just returns: a sync under way goes on, and the
+  // next serve() brings its result. Looking up a host's name is not interrupted. Empty: never.
   std::function<Status()> interrupt = {};
 };
 
