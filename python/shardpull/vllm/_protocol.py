@@ -8,5 +8,5 @@ READY = "vllm.ready"
 """It serves syncs now."""
 
 UPDATED = "vllm.updated"
-"""How its update went: JSON with `error`, a text or null, and `changed`, whether the model has parts of what came. It is no exception
+"""How its update went: JSON with "error", a text or null, and "changed", whether the model has parts of what came. It is no exception
 in the worker: of several workers' vLLM takes one, and the others for answers to later calls."""
