@@ -63,7 +63,7 @@ class VLLM(FleetTest):
         source = Source("qwen3", 0)
         with contextlib.ExitStack() as stack:
             with started("qwen3", 0, **two, **BACKEND) as llm:
-                trainer = stack.enter_context(Trainer(source, OfflineClient(llm), dead_after_ms=2000, **self.fleet()))
+                trainer = stack.enter_context(Trainer(source, OfflineClient(llm), **self.fleet()))
                 trainer.init()
                 trainer.send_weights(0)
                 fresh = answers(llm)

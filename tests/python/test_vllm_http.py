@@ -259,7 +259,7 @@ class Servers(FleetTest):
 
     def test_an_engine_that_dies_fails_the_sync(self):
         """The one that is left is paused, as parts of it may be new; with the other back the next sync brings all."""
-        with self.trainer(dead_after_ms=1000) as trainer:
+        with self.trainer() as trainer:
             trainer.init()
             self.source.step(1)
             self.source.before_group = self.killing
@@ -277,7 +277,7 @@ class Servers(FleetTest):
             self.back(trainer)
 
     def test_the_others_go_on_without_it(self):
-        with self.trainer(on_consumer_loss="continue", dead_after_ms=1000, engine={"apply": "staged"}) as trainer:
+        with self.trainer(on_consumer_loss="continue", engine={"apply": "staged"}) as trainer:
             trainer.init()
             self.source.step(1)
             self.source.before_group = self.killing

@@ -172,7 +172,7 @@ class Driving(FleetTest):
     def trainer(self, **options):
         for engine in self.engines:
             engine.in_place = options.get("engine", {}).get("apply") != "staged"
-        return Trainer(self.source, self.engines, **{**self.fleet(), "dead_after_ms": 1000, **options})
+        return Trainer(self.source, self.engines, **{**self.fleet(), "dead_after_ms": 2000, **options})
 
     def sync(self, trainer, version):
         self.source.weights[:] = numpy.arange(SIZE, dtype="u4") * 7 + version
@@ -203,8 +203,8 @@ class Driving(FleetTest):
                 version = 1
                 self.sync(trainer, version)
                 for where in before + after:
-                    for number, engine in enumerate(self.engines):
-                        other = self.engines[1 - number]
+                    for number in (0, 1) if where in before else (apply == "staged",):
+                        engine, other = self.engines[number], self.engines[1 - number]
                         with self.subTest(where, apply=apply, engine=number):
                             held = version
                             version += 1
