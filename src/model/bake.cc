@@ -372,7 +372,8 @@ std::string gap_text(const Parameter& parameter, const BitRun& gap) {
   return out + " on";
 }
 
-// "; the source has no M" for a parameter that is not covered. A model that does not know what feeds it: the question.
+// "; the source has no M" for a parameter that is not covered. A model that does not know what feeds it: the
+// question.
 std::string sources_text(const Model& model, const Parameter& parameter, const NameIndex& names) {
   std::vector<std::string> sources = model.sources_of(parameter);
   if (sources.empty()) return "; does the source lack a tensor for it?";
@@ -519,7 +520,8 @@ Result<Recording> judge(const Model& model, BakeRecorder& recorder, const std::v
   if (!unfed.empty()) errors.push_back("what no source feeds: " + describe_list(unfed, "; "));
   if (!homeless.empty()) errors.push_back(describe_list(homeless, "; "));
   if (!unbaked.empty() && options.unbaked == UnbakedPolicy::kStrict) {
-    errors.push_back(std::to_string(unbaked.size()) + " name(s) are loaded into modules that do not bake (unbaked is strict): " +
+    errors.push_back(std::to_string(unbaked.size()) +
+                     " name(s) are loaded into modules that do not bake (unbaked is strict): " +
                      describe_list(unbaked) + ". Why: " + describe_list(reasons, "; "));
   }
   if (!errors.empty())

@@ -41,6 +41,7 @@ import vllm_models
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
+
 class Source(shardpull.TensorSource):
     """A model's weights in memory of their own, as a trainer has them."""
 

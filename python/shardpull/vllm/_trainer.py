@@ -376,26 +376,27 @@ class Trainer:
         return report
 
     @staticmethod
-    def _complete(engine: _Engine, version: int) -> None:
+    def _finish(engine: _Engine, version: int | None = None) -> None:
+        """Ends its update. Without a version: one that failed, or never came; vLLM has no other call for that."""
         engine.update = "unknown"
-        engine.client.finish_weight_update(str(version))
+        engine.client.finish_weight_update(None if version is None else str(version))
         engine.update = "none"
+
+    def _complete(self, engine: _Engine, version: int) -> None:
+        self._finish(engine, version)
         engine.call("reset_prefix_cache")
         engine.whole = True
         engine.call("resume")
 
-    @staticmethod
-    def _abandon(engine: _Engine) -> None:
-        """Ends an update without a version; vLLM has no other call for that. One that is not whole stays paused."""
-        engine.update = "unknown"
-        engine.client.finish_weight_update()
-        engine.update = "none"
+    def _abandon(self, engine: _Engine) -> None:
+        """One that is not whole stays paused."""
+        self._finish(engine)
         if engine.whole:
             engine.call("resume")
 
     def _start(self, engine: _Engine) -> None:
         if engine.update == "begun":  # its answer came too late to end it
-            engine.client.finish_weight_update()
+            self._finish(engine)
         elif engine.update == "unknown":
             self._end_unknown(engine)
         engine.update = "unknown"
@@ -409,8 +410,7 @@ class Trainer:
             engine.losses.setdefault("", loss)
             raise loss
         with contextlib.suppress(Exception):  # there may be none, or the line may be broken
-            engine.client.finish_weight_update()
-            engine.update = "none"
+            self._finish(engine)
 
     def _settle(self) -> None:
         """After a call that raises: engines with one version go on, if they are where that is known."""
@@ -419,7 +419,7 @@ class Trainer:
                 continue
             with contextlib.suppress(Exception):
                 if engine.update == "begun":
-                    self._abandon(engine)
+                    self._finish(engine)
                 elif engine.update == "unknown":
                     self._end_unknown(engine)
             if engine.whole:
