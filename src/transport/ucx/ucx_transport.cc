@@ -1458,8 +1458,12 @@ Result<std::unique_ptr<Transport>> make_ucx_transport(UcxOptions options) {
     const auto set_tcp = [&](const std::string& name, const char* value) {
       if (ucx->ucp_config_modify(config, name.c_str(), value) != UCS_OK) set(("TCP_" + name).c_str(), value);
     };
-    set_tcp("TX_SEG_SIZE", "64k");  // fewer and longer system calls than with 8 KiB
-    set_tcp("RX_SEG_SIZE", fmt::format("{}", kTcpSegmentBytes).c_str());
+    const std::string segment = fmt::format("{}", kTcpSegmentBytes);
+    set_tcp("TX_SEG_SIZE", segment.c_str());
+    set_tcp("RX_SEG_SIZE", segment.c_str());
+    // From a copy in the segment. Of a fragment sent from where it lies, UCX 1.13 ends the process when the
+    // reader is gone and the write of its rest is what finds it: it completes the fragment twice, and asserts.
+    set("ZCOPY_THRESH", "inf");
     // What is sent should still be in a cache when it is received. The kernel would let megabytes wait in
     // between (docs/decisions/0008); for receiving its own adjusting is good.
     if (kernel_allows_socket_buffer(kSendBufferBytes)) {

@@ -15,9 +15,9 @@
 // Anything else closes the endpoint, is logged once per peer, and disturbs nothing else. UCX sees nothing of
 // a peer before its token was right.
 //
-// A read asks its owner, who checks the window against what it granted and sends fragments straight from its
-// memory, a few at a time; UCX's rendezvous moves them into the reader's memory. Where UCX connected them by
-// RDMA the reader fetches them one-sidedly.
+// A read asks its owner, who checks the window against what it granted and sends fragments, a few at a time:
+// over TCP through UCX's segments, else by its rendezvous straight into the reader's memory. Where UCX
+// connected them by RDMA the reader fetches them one-sidedly.
 #pragma once
 
 #include <cstdint>

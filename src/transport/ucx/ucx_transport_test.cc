@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -67,6 +68,9 @@ class UcxTransportTest : public testing::Test {
   }
   void TearDown() override { set_log_level(LogLevel::kWarn); }
 };
+
+// Called before each piece that UCX gives to a socket, with its size; of the thread that sets it.
+thread_local std::function<void(std::size_t bytes)> before_send;
 
 // What is written to standard error while it lives.
 class Stderr {
@@ -291,6 +295,45 @@ TEST_F(UcxTransportTest, OwnersOutliveKilledReaders) {
       ASSERT_TRUE(pump({&owner}, [&] { return owner.transport->counters().endpoints == 0; }));
       EXPECT_EQ(owner.count(Event::kClosed), life == 3 ? ended : ended + 1);
     }
+  }
+}
+
+// Goal: an owner outlives readers that are killed right before one of its writes to them, each before another,
+// so that the write is what finds the connection broken.
+TEST_F(UcxTransportTest, OwnersOutliveReadersKilledBeforeAWrite) {
+  Side owner(make_ucx_transport(options_of("trainer-0", 1)));
+  const auto memory = *owner.transport->allocate(kChildBytes, "weights");
+  for (std::uint64_t i = 0; i < kChildBytes; ++i) memory->ref().address[i] = coded_byte(i);
+  const std::string address = *owner.transport->listen();
+  owner.on_message_hook = [&](EndpointId endpoint, const HotHeader& header) {
+    if (header.type != HotType::kHello) return;
+    HotHeader reply;
+    reply.type = HotType::kReady;
+    reply.target = memory->ref().region;
+    reply.seq = memory->ref().generation;
+    owner.transport->grant(endpoint, memory).ignore();
+    owner.transport->send(endpoint, reply, nullptr, 0).ignore();
+  };
+  for (std::size_t life = 1; life <= 12; ++life) {
+    pid_t reader = fork();
+    if (reader == 0) {
+      setenv("SHARDPULL_TEST_READER", fmt::format("{} 1", address).c_str(), 1);
+      execl("/proc/self/exe", "ucx_child", "--gtest_also_run_disabled_tests", "--gtest_brief=1",
+            "--gtest_output=", "--gtest_filter=UcxChild.DISABLED_Reads", nullptr);
+      _exit(127);
+    }
+    std::size_t writes = 0;
+    before_send = [&](std::size_t bytes) {
+      if (bytes < 4096 || ++writes != life) return;
+      EXPECT_EQ(kill(reader, SIGKILL), 0);
+      EXPECT_EQ(waitpid(reader, nullptr, 0), reader);
+      reader = 0;
+    };
+    EXPECT_TRUE(pump({&owner}, [&] { return owner.count(Event::kClosed) == life; })) << life;
+    before_send = nullptr;
+    EXPECT_EQ(reader, 0) << life << ": it was not written to";
+    EXPECT_EQ(owner.last(Event::kClosed).status.code(), StatusCode::kUnavailable);
+    EXPECT_EQ(owner.transport->counters().endpoints, 0u);
   }
 }
 
@@ -962,3 +1005,17 @@ TEST_F(UcxTransportTest, Case133HellosCutShortAndWithWrongLengths) {
 
 }  // namespace
 }  // namespace shardpull
+
+// UCX's calls come here, as the program exports these (CMakeLists.txt).
+extern "C" [[gnu::visibility("default")]] ssize_t sendmsg(int fd, const msghdr* message, int flags) {
+  if (shardpull::before_send) {
+    std::size_t bytes = 0;
+    for (std::size_t i = 0; i < message->msg_iovlen; ++i) bytes += message->msg_iov[i].iov_len;
+    shardpull::before_send(bytes);
+  }
+  return syscall(SYS_sendmsg, fd, message, flags);
+}
+extern "C" [[gnu::visibility("default")]] ssize_t send(int fd, const void* data, std::size_t bytes, int flags) {
+  if (shardpull::before_send) shardpull::before_send(bytes);
+  return syscall(SYS_sendto, fd, data, bytes, flags, nullptr, 0);
+}
