@@ -1,7 +1,10 @@
 #include "runtime/arrival.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
+
+#include "tensor/copy_kernels.h"
 
 namespace shardpull {
 namespace {
@@ -9,6 +12,8 @@ namespace {
 // What is scattered of a long read is not read soon, and would only push out of the caches what is to be
 // copied next.
 constexpr std::uint64_t kStreamedBytes = 4u << 20;
+// More than come at a time; of more, which have come in no order, the oldest are given up.
+constexpr std::size_t kMaxStretches = 32;
 
 }  // namespace
 
@@ -41,30 +46,46 @@ void Arrival::scatter(std::uint64_t offset, std::span<const std::byte> bytes) co
                                   [&](const Key& each) { return each.offset + each.bytes <= offset; });
   for (; key != keys_.end() && key->offset < end; ++key) {
     const std::uint64_t first = std::max(key->offset, offset), last = std::min(key->offset + key->bytes, end);
+    const std::byte* const from = bytes.data() + (first - offset);
     for (const Copy& copy : key->copies) {
-      run_part(*copy.program, static_cast<std::int64_t>(first - key->offset),
-               static_cast<std::int64_t>(last - first), bytes.data() + (first - offset), copy.to, streaming);
+      if (copy.program != nullptr) {
+        run_part(*copy.program, static_cast<std::int64_t>(first - key->offset),
+                 static_cast<std::int64_t>(last - first), from, copy.to, streaming);
+      } else if (streaming) {
+        stream_copy(copy.to + (first - key->offset), from, last - first);
+        end_streaming();
+      } else {
+        std::memcpy(copy.to + (first - key->offset), from, last - first);
+      }
     }
   }
 }
 
+Arrival::Stretch& Arrival::stretch_at(std::uint64_t offset) {
+  const auto found = std::find_if(stretches_.begin(), stretches_.end(),
+                                  [&](const Stretch& each) { return each.next == offset; });
+  if (found != stretches_.end()) return *found;
+  if (stretches_.size() == kMaxStretches) stretches_.erase(stretches_.begin());
+  Stretch begun;  // a key that is under way here is lost to it; those that begin are not
+  begun.key =
+      static_cast<std::size_t>(std::partition_point(keys_.begin(), keys_.end(),
+                                                    [&](const Key& each) { return each.offset < offset; }) -
+                               keys_.begin());
+  stretches_.push_back(std::move(begun));
+  return stretches_.back();
+}
+
 void Arrival::add(std::uint64_t offset, std::span<const std::byte> bytes) {
   const std::uint64_t end = offset + bytes.size();
-  if (offset != next_) {  // the key under way is lost to it; those that begin here are not
-    key_ =
-        static_cast<std::size_t>(std::partition_point(keys_.begin(), keys_.end(),
-                                                      [&](const Key& each) { return each.offset < offset; }) -
-                                 keys_.begin());
-    hasher_ = Hasher();
-  }
-  next_ = end;
-  for (; key_ < keys_.size() && keys_[key_].offset < end; ++key_) {
-    const Key& key = keys_[key_];
+  Stretch& stretch = stretch_at(offset);
+  stretch.next = end;
+  for (; stretch.key < keys_.size() && keys_[stretch.key].offset < end; ++stretch.key) {
+    const Key& key = keys_[stretch.key];
     const std::uint64_t first = std::max(key.offset, offset), last = std::min(key.offset + key.bytes, end);
-    hasher_.update(bytes.subspan(first - offset, last - first));
+    stretch.hasher.update(bytes.subspan(first - offset, last - first));
     if (last < key.offset + key.bytes) return;
-    sums_[key_] = hasher_.checksum();
-    hasher_ = Hasher();
+    sums_[stretch.key] = stretch.hasher.checksum();
+    stretch.hasher = Hasher();
   }
 }
 

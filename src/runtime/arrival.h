@@ -1,4 +1,4 @@
-// Arrival: packed keys of one producer that are scattered and summed while they arrive: out of the
+// Arrival: keys of one read that are copied to where they belong and summed while they arrive: out of the
 // transport's memory into the parameters, without a receive slot between them.
 #pragma once
 
@@ -26,7 +26,7 @@ std::set<std::uint32_t> scattered_on_arrival(const WorkerPlan& plan);
 class Arrival final : public ReadTarget {
  public:
   struct Copy {
-    const CopyProgram* program = nullptr;  // of the key's packed bytes
+    const CopyProgram* program = nullptr;  // of the key's packed bytes; null: they lie at `to` as they come
     std::byte* to = nullptr;
   };
   struct Key {
@@ -39,7 +39,7 @@ class Arrival final : public ReadTarget {
 
   void take(std::uint64_t offset, std::span<const std::byte> bytes) override;
   // The sum of key `key` of `keys`, once everything has arrived: none when its parts came in another order
-  // than they lie.
+  // than they lie. Several parts of the read may come at a time, each in order.
   std::optional<std::uint64_t> sum(std::size_t key) const;
 
  private:
@@ -50,11 +50,16 @@ class Arrival final : public ReadTarget {
   const bool summed_;
   const std::shared_ptr<const void> owner_;
 
+  // What came in order, so far.
+  struct Stretch {
+    std::uint64_t next = 0;  // where it ends
+    std::size_t key = 0;     // that `hasher` has the first bytes of, or that is next
+    Hasher hasher;
+  };
+  Stretch& stretch_at(std::uint64_t offset) SHARDPULL_REQUIRES(mutex_);
+
   mutable Mutex mutex_;
-  std::uint64_t next_ SHARDPULL_GUARDED_BY(mutex_) = 0;  // where the next part to sum begins
-  std::size_t key_ SHARDPULL_GUARDED_BY(mutex_) =
-      0;  // that `hasher_` has the first bytes of, or that is next
-  Hasher hasher_ SHARDPULL_GUARDED_BY(mutex_);
+  std::vector<Stretch> stretches_ SHARDPULL_GUARDED_BY(mutex_);  // the latest begun last
   std::vector<std::optional<std::uint64_t>> sums_ SHARDPULL_GUARDED_BY(mutex_);
 };
 

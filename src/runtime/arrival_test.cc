@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <span>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -78,6 +79,24 @@ TEST_F(ArrivalTest, InOrderEveryKeyIsSummed) {
   }
 }
 
+// Keys that lie in the parameter as they come, of a short read and of one that goes past the caches.
+TEST_F(ArrivalTest, KeysWithoutAProgramLandAsTheyCome) {
+  for (const std::size_t bytes : {std::size_t{100'000}, std::size_t{5} << 20}) {
+    Bytes sent(bytes), first(bytes / 3), rest(bytes - bytes / 3);
+    for (std::size_t i = 0; i < bytes; ++i) sent[i] = static_cast<std::byte>(i * 167 + (i >> 8) * 59);
+    Arrival arrival(
+        {{0, first.size(), {{nullptr, first.data()}}}, {first.size(), rest.size(), {{nullptr, rest.data()}}}},
+        true, nullptr);
+    for (std::size_t from = 0; from < bytes; from += 7919)
+      arrival.take(from, std::span(sent).subspan(from, std::min<std::size_t>(7919, bytes - from)));
+    EXPECT_TRUE(std::equal(first.begin(), first.end(), sent.begin()));
+    EXPECT_TRUE(
+        std::equal(rest.begin(), rest.end(), sent.begin() + static_cast<std::ptrdiff_t>(first.size())));
+    EXPECT_EQ(arrival.sum(0), checksum64(first));
+    EXPECT_EQ(arrival.sum(1), checksum64(rest));
+  }
+}
+
 TEST_F(ArrivalTest, OutOfOrderAllLandsAndOnlyWholeKeysAreSummed) {
   std::vector<Bytes> memory = this->memory();
   const auto arrival = arrival_into(memory);
@@ -86,6 +105,22 @@ TEST_F(ArrivalTest, OutOfOrderAllLandsAndOnlyWholeKeysAreSummed) {
   EXPECT_EQ(memory, expected_);
   EXPECT_FALSE(arrival->sum(0).has_value());
   EXPECT_EQ(arrival->sum(1), sum_of(1));
+  EXPECT_EQ(arrival->sum(2), sum_of(2));
+}
+
+// As over two streams that share a read: all keys have their sums but the one that is cut.
+TEST_F(ArrivalTest, PartsThatComeInOrderBesideEachOtherAreSummed) {
+  std::vector<Bytes> memory = this->memory();
+  const auto arrival = arrival_into(memory);
+  const std::size_t middle = 45'000;  // in the second key
+  for (std::size_t at = 0; at < middle; at += 1000) {
+    take(*arrival, at, at + 1000);
+    if (middle + at / 4 < slot_.size())
+      take(*arrival, middle + at / 4, std::min(middle + at / 4 + 250, slot_.size()));
+  }
+  EXPECT_EQ(memory, expected_);
+  EXPECT_EQ(arrival->sum(0), sum_of(0));
+  EXPECT_FALSE(arrival->sum(1).has_value());
   EXPECT_EQ(arrival->sum(2), sum_of(2));
 }
 

@@ -593,7 +593,8 @@ void ConsumerEngine::on_read_done(ReadToken token, const Status& status) {
     const std::int64_t ended = progress_.clock().now_ns();
     copy_ns_ += static_cast<std::uint64_t>(ended - reads->started_ns);
     log_.worked({.phase = Phase::kTransfer,
-                 .path = reads->arrivals.empty() ? SpanPath::kDirect : SpanPath::kPacked,
+                 .path = reads->plan->chunks[reads->chunk].chunk->path == Path::kDirect ? SpanPath::kDirect
+                                                                                        : SpanPath::kPacked,
                  .item = reads->chunk,
                  .begin_ns = reads->started_ns,
                  .end_ns = ended,
@@ -932,9 +933,17 @@ void ConsumerEngine::copy_mapped(std::uint32_t chunk_id, std::vector<std::vector
 }
 
 Status ConsumerEngine::direct_parts(PreparedChunk& prepared,
-                                    const std::vector<std::vector<PublishedSource>>& sources,
-                                    std::vector<std::vector<ReadPart>>& by_run) const {
+                                    const std::vector<std::vector<PublishedSource>>& sources, bool summed,
+                                    std::vector<std::vector<ReadPart>>& by_run,
+                                    std::vector<SumOnArrival>& on_arrival) const {
+  const bool summed_on_arrival = summed && progress_.transport().can_read_to();
   by_run.resize(sources.size());
+  std::vector<std::vector<std::vector<Arrival::Key>>> keys(sources.size());  // by run and part
+  struct Place {
+    std::size_t part = 0, key = 0;
+  };
+  std::vector<Place> places(prepared.copies.size());  // of each copy's last piece
+  std::vector<std::size_t> pieces(prepared.copies.size());
   for (std::size_t c = 0; c < prepared.copies.size(); ++c) {
     PreparedCopy& copy = prepared.copies[c];
     const PublishedSource& source = sources[copy.run][copy.entry];
@@ -943,6 +952,14 @@ Status ConsumerEngine::direct_parts(PreparedChunk& prepared,
     std::byte* const parameter = landing(copy.parameter);
     std::vector<ReadPart>& parts = by_run[copy.run];
     const std::size_t before = parts.size();
+    const auto take = [&](std::uint64_t offset, std::int64_t to, std::int64_t bytes) {
+      if (!summed_on_arrival) return;
+      std::vector<std::vector<Arrival::Key>>& its = keys[copy.run];
+      its.resize(parts.size());
+      its.back().push_back({offset, static_cast<std::uint64_t>(bytes), {{nullptr, parameter + to}}});
+      places[c] = {parts.size() - 1, its.back().size() - 1};
+      ++pieces[c];
+    };
     for_each_run(*program, [&](std::int64_t from, std::int64_t to, std::int64_t bytes) {
       const RemoteRef remote{source.where.region, source.where.generation,
                              source.where.offset + static_cast<std::uint64_t>(from),
@@ -952,11 +969,13 @@ Status ConsumerEngine::direct_parts(PreparedChunk& prepared,
         if (last.remote.region == remote.region && last.remote.generation == remote.generation &&
             last.remote.offset + last.remote.bytes == remote.offset &&
             last.local + last.remote.bytes == parameter + to) {
+          take(last.remote.bytes, to, bytes);
           last.remote.bytes += remote.bytes;
           return true;
         }
       }
       parts.push_back({remote, parameter + to});
+      take(0, to, bytes);
       return parts.size() - before <= kMaxDirectParts;
     });
     if (parts.size() - before > kMaxDirectParts) {
@@ -968,6 +987,15 @@ Status ConsumerEngine::direct_parts(PreparedChunk& prepared,
                     {.reason = Reason::kLimit, .tensor = meta.name});
     }
   }
+  if (!summed_on_arrival) return {};
+  on_arrival.resize(prepared.copies.size());
+  for (std::size_t c = 0; c < prepared.copies.size(); ++c) {
+    if (pieces[c] != 1) continue;  // its pieces need not come in order
+    const std::size_t run = prepared.copies[c].run, part = places[c].part;
+    std::shared_ptr<ReadTarget>& target = by_run[run][part].target;
+    if (target == nullptr) target = std::make_shared<Arrival>(std::move(keys[run][part]), true, running_);
+    on_arrival[c] = {std::static_pointer_cast<Arrival>(target), places[c].key};
+  }
   return {};
 }
 
@@ -977,16 +1005,18 @@ void ConsumerEngine::read_direct(std::uint32_t chunk_id,
   PreparedChunk& prepared = running_->chunks[chunk_id];
   const std::uint64_t sync_id = machine_.sync_id();
   std::vector<std::vector<ReadPart>> by_run;
-  const Status wrong = direct_parts(prepared, sources, by_run);
+  std::vector<SumOnArrival> on_arrival;
+  const Status wrong = direct_parts(prepared, sources, !sums.empty(), by_run, on_arrival);
   if (!wrong.ok()) {
     progress_.post([this, sync_id, chunk_id, wrong] { scatter_done(sync_id, chunk_id, wrong); });
     return;
   }
   after_fills(chunk_id, [this, chunk_id, by_run = std::move(by_run), producers = std::move(producers),
-                         sums = std::move(sums)]() mutable {
+                         sums = std::move(sums), on_arrival = std::move(on_arrival)]() mutable {
+    const auto reads = begin_reads(chunk_id, std::move(producers), std::move(sums));
+    reads->on_arrival = std::move(on_arrival);
     start_reads(
-        begin_reads(chunk_id, std::move(producers), std::move(sums)),
-        [&](std::size_t r) { return !by_run[r].empty(); },
+        reads, [&](std::size_t r) { return !by_run[r].empty(); },
         [&](std::size_t r, EndpointId endpoint, ReadToken token) {
           progress_.transport().read_parts(endpoint, std::move(by_run[r]), token);
         });
@@ -1067,26 +1097,28 @@ void ConsumerEngine::start_arrivals(std::uint32_t chunk_id, const std::vector<Re
   for (const ChunkKey& key : chunk.keys) keys.push_back({key.offset, key.bytes, {}});
   for (const PreparedCopy& copy : prepared.copies)
     keys[copy.key].copies.push_back({&copy.program, landing(copy.parameter)});
+  std::vector<std::shared_ptr<Arrival>> arrivals;  // by run
   for (std::size_t r = 0; r < slots.size(); ++r) {
     const Run& run = chunk.runs[r];
     std::vector<Arrival::Key> its(keys.begin() + run.first_key, keys.begin() + run.first_key + run.key_count);
     for (Arrival::Key& key : its) key.offset -= run.offset;
-    reads->arrivals.push_back(std::make_shared<Arrival>(std::move(its), !reads->sums.empty(), running_));
+    arrivals.push_back(std::make_shared<Arrival>(std::move(its), !reads->sums.empty(), running_));
   }
+  for (const PreparedCopy& copy : prepared.copies)
+    reads->on_arrival.push_back({arrivals[copy.run], copy.key - chunk.runs[copy.run].first_key});
   start_reads(
       reads, [&](std::size_t r) { return chunk.runs[r].key_count != 0; },
       [&](std::size_t r, EndpointId endpoint, ReadToken token) {
-        progress_.transport().read_to(endpoint, slots[r], reads->arrivals[r], token);
+        progress_.transport().read_to(endpoint, slots[r], arrivals[r], token);
       });
 }
 
 void ConsumerEngine::check_direct(const std::shared_ptr<DirectReads>& reads) {
-  const auto& runs = reads->plan->chunks[reads->chunk].chunk->runs;
-  bool summed = !reads->arrivals.empty();
-  for (std::size_t r = 0; r < reads->arrivals.size(); ++r) {
-    for (std::size_t key = 0; key < runs[r].key_count; ++key)
-      summed = summed && reads->arrivals[r]->sum(key).has_value();
-  }
+  const bool summed =
+      !reads->on_arrival.empty() &&
+      std::all_of(reads->on_arrival.begin(), reads->on_arrival.end(), [](const SumOnArrival& each) {
+        return each.arrival != nullptr && each.arrival->sum(each.key).has_value();
+      });
   if (summed) return scatter_done(reads->sync_id, reads->chunk, check_landed(*reads));
   copies_.post([this, reads] {
     const std::int64_t started = progress_.clock().now_ns();
@@ -1102,9 +1134,9 @@ Status ConsumerEngine::check_landed(const DirectReads& reads) const {
   const PreparedChunk& prepared = reads.plan->chunks[reads.chunk];
   for (std::size_t c = 0; c < prepared.copies.size(); ++c) {
     const PreparedCopy& copy = prepared.copies[c];
-    const Run& run = prepared.chunk->runs[copy.run];
     std::optional<std::uint64_t> sum;
-    if (!reads.arrivals.empty()) sum = reads.arrivals[copy.run]->sum(copy.key - run.first_key);
+    if (!reads.on_arrival.empty() && reads.on_arrival[c].arrival != nullptr)
+      sum = reads.on_arrival[c].arrival->sum(reads.on_arrival[c].key);
     if (!sum) {
       Hasher hasher;
       for_each_run(prepared.chunk->scatters[c].destination, [&](std::int64_t offset, std::int64_t bytes) {

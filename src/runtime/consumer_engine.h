@@ -161,6 +161,11 @@ class ConsumerEngine {
     std::vector<PreparedChunk> chunks;  // by Chunk::chunk_id
     std::vector<std::uint32_t> modules;  // that it writes, ascending
   };
+  // Where a copy's bytes are summed as they arrive.
+  struct SumOnArrival {
+    std::shared_ptr<Arrival> arrival;  // none: nowhere
+    std::size_t key = 0;               // of the arrival's
+  };
   // The reads of a direct chunk, or of a packed one that is scattered on arrival, one per run.
   struct DirectReads {
     std::uint64_t sync_id = 0;
@@ -171,7 +176,7 @@ class ConsumerEngine {
     std::vector<std::uint32_t> producers;  // by run
     std::vector<std::uint64_t> sums;       // by key, or empty
     std::shared_ptr<PreparedPlan> plan;
-    std::vector<std::shared_ptr<Arrival>> arrivals;  // by run; none for a direct chunk
+    std::vector<SumOnArrival> on_arrival;  // by copy; empty: nothing is summed as it arrives
   };
   struct Transfer {
     std::uint64_t sync_id = 0;
@@ -212,9 +217,11 @@ class ConsumerEngine {
   // `producers`: by run, whom the bytes came from.
   Status check_key(const Chunk& chunk, const PreparedCopy& copy, const std::byte* bytes,
                    const std::vector<std::uint32_t>& producers, const std::vector<std::uint64_t>& sums) const;
-  // Into `by_run`: what a direct chunk reads, neighbours together.
+  // Into `by_run`: what a direct chunk reads, neighbours together. Into `on_arrival`, with `summed` and where
+  // the transport can: by copy, where it is summed.
   Status direct_parts(PreparedChunk& prepared, const std::vector<std::vector<PublishedSource>>& sources,
-                      std::vector<std::vector<ReadPart>>& by_run) const;
+                      bool summed, std::vector<std::vector<ReadPart>>& by_run,
+                      std::vector<SumOnArrival>& on_arrival) const;
   // `then` on the progress thread, once the chunk's fills have run: what they zero, the reads overwrite.
   void after_fills(std::uint32_t chunk_id, std::function<void()> then);
   std::shared_ptr<DirectReads> begin_reads(std::uint32_t chunk_id, std::vector<std::uint32_t> producers,

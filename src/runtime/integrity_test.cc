@@ -3,14 +3,18 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -135,13 +139,18 @@ struct Damage {
   std::atomic<int> countdown{0};    // of reads and mappings until the one to damage; 0: none
   std::atomic<bool> hollow{false};  // reads end well and bring nothing
   std::atomic<bool> mute{false};    // no free signal can be sent
+  std::atomic<int> arrived{0};      // reads that came part by part
 };
 
+// How what is read comes: all of it at once, or part by part, as over tcp, in order or not.
+enum class Arrives { kWhole, kInOrder, kBackwards };
+
 // Hands everything on, and flips one bit of one read, or of a copy of one mapped window, or takes back what
-// reads brought, when it is told to.
+// reads brought, when it is told to. Reads to targets are made of the other's whole ones.
 class Damaging final : public Transport {
  public:
-  Damaging(std::unique_ptr<Transport> inner, Damage& damage) : inner_(std::move(inner)), damage_(damage) {}
+  Damaging(std::unique_ptr<Transport> inner, Damage& damage, Arrives arrives)
+      : inner_(std::move(inner)), damage_(damage), arrives_(arrives) {}
 
   std::string name() const override { return inner_->name(); }
   bool can_map() const override { return inner_->can_map(); }
@@ -167,9 +176,20 @@ class Damaging final : public Transport {
     inner_->read(endpoint, remote, local, token);
   }
   void read_parts(EndpointId endpoint, std::vector<ReadPart> parts, ReadToken token) override {
-    reads_[token] = {{parts.back().local, parts.back().remote.bytes}};
-    if (damage_.hollow) keep(parts, reads_[token]);
+    Read& read = reads_[token];
+    for (ReadPart& part : parts) {
+      if (part.target == nullptr) continue;
+      read.arriving.push_back({std::vector<std::byte>(part.remote.bytes), std::move(part.target)});
+      part = {part.remote, read.arriving.back().bytes.data()};
+    }
+    read.last = {parts.back().local, parts.back().remote.bytes};
+    if (damage_.hollow) keep(parts, read);
     inner_->read_parts(endpoint, std::move(parts), token);
+  }
+  bool can_read_to() const override { return arrives_ != Arrives::kWhole; }
+  void read_to(EndpointId endpoint, const RemoteRef& remote, std::shared_ptr<ReadTarget> target,
+               ReadToken token) override {
+    read_parts(endpoint, {{remote, nullptr, std::move(target)}}, token);
   }
   Result<Mapping> map(EndpointId endpoint, const RemoteRef& remote) override {
     auto mapping = inner_->map(endpoint, remote);
@@ -194,7 +214,22 @@ class Damaging final : public Transport {
   struct Read {
     Window last;
     std::vector<std::pair<std::byte*, std::vector<std::byte>>> before = {};  // where it brings nothing
+    struct Arriving {
+      std::vector<std::byte> bytes;
+      std::shared_ptr<ReadTarget> target;
+    };
+    std::vector<Arriving> arriving = {};
   };
+  void deliver(const Read::Arriving& whole) const {
+    constexpr std::size_t kPart = 100;
+    const std::size_t parts = (whole.bytes.size() + kPart - 1) / kPart;
+    for (std::size_t i = 0; i < parts; ++i) {
+      const std::size_t from = kPart * (arrives_ == Arrives::kInOrder ? i : parts - 1 - i);
+      whole.target->take(from,
+                         std::span(whole.bytes).subspan(from, std::min(kPart, whole.bytes.size() - from)));
+    }
+    ++damage_.arrived;
+  }
   static void keep(const std::vector<ReadPart>& parts, Read& read) {
     for (const ReadPart& part : parts)
       read.before.emplace_back(part.local, std::vector<std::byte>(part.local, part.local + part.remote.bytes));
@@ -215,6 +250,8 @@ class Damaging final : public Transport {
         // The last byte is a key's: a run ends with its last key.
         if (status.ok() && owner_.turn()) read.last.data[read.last.bytes - 1] ^= std::byte{0x10};
         for (const auto& [data, bytes] : read.before) std::copy(bytes.begin(), bytes.end(), data);
+        if (status.ok())
+          for (const Read::Arriving& whole : read.arriving) owner_.deliver(whole);
       }
       inner_.on_read_done(token, status);
     }
@@ -227,6 +264,7 @@ class Damaging final : public Transport {
 
   std::unique_ptr<Transport> inner_;
   Damage& damage_;
+  const Arrives arrives_;
   std::map<ReadToken, Read> reads_;
 };
 
@@ -264,7 +302,8 @@ constexpr std::int64_t kStallNs = 30 * kNanosPerSecond;
 // A trainer's producer and a worker's engine, without a control channel: the test says what it would.
 class Pair {
  public:
-  Pair(TransportKind transport, Integrity integrity, PathPolicy path, Apply apply = Apply::kInplace)
+  Pair(TransportKind transport, Integrity integrity, PathPolicy path, Apply apply = Apply::kInplace,
+       Arrives arrives = Arrives::kWhole)
       : metadata_(two_layers()), spec_(tensor_parallel(metadata_, 0, 1)), model_(metadata_, spec_) {
     EXPECT_TRUE(model_.materialise(std::byte{0xCD}, 64).ok());
     auto trainer = net_.open("trainer", kToken, 1);
@@ -284,7 +323,7 @@ class Pair {
     trainer_ = std::make_unique<ProgressThread>(std::move(trainer), at_trainer_, [] {}, [](const Status&) {},
                                                 kNanosPerSecond, SystemClock::instance());
     worker_ = std::make_unique<ProgressThread>(
-        std::make_unique<Damaging>(net_.open("worker", kToken, 2), damage_), at_worker_, [] {},
+        std::make_unique<Damaging>(net_.open("worker", kToken, 2), damage_, arrives), at_worker_, [] {},
         [](const Status&) {}, kNanosPerSecond, SystemClock::instance());
     server_ = std::make_unique<ProducerServer>(
         *trainer_, 0, kToken, 1,
@@ -342,6 +381,7 @@ class Pair {
     worker_->stop();
   }
 
+  int arrived() const { return damage_.arrived; }
   // The `nth` read or mapping from now on is damaged.
   void damage(int nth) { damage_.countdown = nth; }
   bool damaged() const { return damage_.countdown == 0; }
@@ -457,18 +497,29 @@ struct Way {
   PathPolicy policy;
   TransportKind transport;
   Integrity summed;  // the least that sums it
+  Arrives arrives = Arrives::kWhole;
 };
-const Way kWays[] = {{Path::kPacked, PathPolicy::kPacked, TransportKind::kTcp, Integrity::kWire},
-                     {Path::kDirect, PathPolicy::kDirect, TransportKind::kTcp, Integrity::kWire},
-                     {Path::kMapped, PathPolicy::kMapped, TransportKind::kShm, Integrity::kFull},
-                     {Path::kPacked, PathPolicy::kPacked, TransportKind::kShm, Integrity::kFull}};
+std::string trace_of(const Way& way) {
+  constexpr std::array kArrives = {"whole", "in order", "backwards"};
+  return fmt::format("{}, arrives {}", to_string(way.path),
+                     kArrives.at(static_cast<std::size_t>(way.arrives)));
+}
+const Way kWays[] = {
+    {Path::kPacked, PathPolicy::kPacked, TransportKind::kTcp, Integrity::kWire},
+    {Path::kPacked, PathPolicy::kPacked, TransportKind::kTcp, Integrity::kWire, Arrives::kInOrder},
+    {Path::kPacked, PathPolicy::kPacked, TransportKind::kTcp, Integrity::kWire, Arrives::kBackwards},
+    {Path::kDirect, PathPolicy::kDirect, TransportKind::kTcp, Integrity::kWire},
+    {Path::kDirect, PathPolicy::kDirect, TransportKind::kTcp, Integrity::kWire, Arrives::kInOrder},
+    {Path::kDirect, PathPolicy::kDirect, TransportKind::kTcp, Integrity::kWire, Arrives::kBackwards},
+    {Path::kMapped, PathPolicy::kMapped, TransportKind::kShm, Integrity::kFull},
+    {Path::kPacked, PathPolicy::kPacked, TransportKind::kShm, Integrity::kFull}};
 
 // One flipped bit of any read or mapping fails the sync, naming chunk, tensor and producer; the next one is
 // exact. Staged, the version before is there until then, bit for bit; in place none is.
 void find_flipped_bits(Apply apply) {
   for (const Way& way : kWays) {
-    SCOPED_TRACE(to_string(way.path));
-    Pair pair(way.transport, way.summed, way.policy, apply);
+    SCOPED_TRACE(trace_of(way));
+    Pair pair(way.transport, way.summed, way.policy, apply, way.arrives);
     for (const Chunk& chunk : pair.plan().chunks) ASSERT_EQ(chunk.path, way.path);
     std::uint64_t id = 0;
     ASSERT_EQ(pair.sync(++id), Status());
@@ -500,6 +551,7 @@ void find_flipped_bits(Apply apply) {
       EXPECT_EQ(*pair.version(), id);
     }
     EXPECT_GE(found, 2);
+    EXPECT_EQ(pair.arrived() != 0, way.arrives != Arrives::kWhole);
   }
 }
 TEST(IntegrityOverATransport, AFlippedBitIsFoundOnEveryPath) {
@@ -556,12 +608,13 @@ TEST(IntegrityOverATransport, case_102_memory_that_has_gone_since_the_bake) {
   }
 }
 
-// Packed and mapped keys are compared before one byte of them is in a parameter.
+// Packed and mapped keys are compared before one byte of them is in a parameter, but for what comes part by
+// part.
 TEST(IntegrityOverATransport, NothingOfACorruptKeyReachesItsParameter) {
   for (const Way& way : kWays) {
-    if (way.path == Path::kDirect) continue;
-    SCOPED_TRACE(to_string(way.path));
-    Pair pair(way.transport, way.summed, way.policy);
+    if (way.path == Path::kDirect || way.arrives != Arrives::kWhole) continue;
+    SCOPED_TRACE(trace_of(way));
+    Pair pair(way.transport, way.summed, way.policy, Apply::kInplace, way.arrives);
     ASSERT_EQ(pair.sync(1), Status());
     pair.damage(1);
     const Status status = pair.sync(2);
@@ -579,8 +632,8 @@ TEST(IntegrityOverATransport, NothingOfACorruptKeyReachesItsParameter) {
 TEST(IntegrityOverATransport, case_098_reads_that_bring_nothing) {
   for (const Way& way : kWays) {
     if (way.path == Path::kMapped) continue;  // reads nothing
-    SCOPED_TRACE(to_string(way.path));
-    Pair pair(way.transport, way.summed, way.policy);
+    SCOPED_TRACE(trace_of(way));
+    Pair pair(way.transport, way.summed, way.policy, Apply::kInplace, way.arrives);
     ASSERT_EQ(pair.sync(1), Status());
     pair.hollow(true);
     const Status status = pair.sync(2);
@@ -597,8 +650,8 @@ TEST(IntegrityOverATransport, case_098_reads_that_bring_nothing) {
 // ends that, for readers that read no more.
 TEST(SignalsOverATransport, GoByControlWhereTheyCannotBeSent) {
   for (const Way& way : kWays) {
-    SCOPED_TRACE(to_string(way.path));
-    Pair pair(way.transport, way.summed, way.policy);
+    SCOPED_TRACE(trace_of(way));
+    Pair pair(way.transport, way.summed, way.policy, Apply::kInplace, way.arrives);
     ASSERT_EQ(pair.sync(1), Status());
     pair.mute(true);
     pair.damage(1);
@@ -615,8 +668,8 @@ TEST(SignalsOverATransport, GoByControlWhereTheyCannotBeSent) {
 // The test's own damage is real: where nothing is summed it ends in the model.
 TEST(IntegrityOverATransport, WhereNothingIsSummedItIsNotFound) {
   for (const Way& way : kWays) {
-    SCOPED_TRACE(to_string(way.path));
-    Pair pair(way.transport, Integrity::kOff, way.policy);
+    SCOPED_TRACE(trace_of(way));
+    Pair pair(way.transport, Integrity::kOff, way.policy, Apply::kInplace, way.arrives);
     pair.damage(1);
     ASSERT_EQ(pair.sync(1), Status());
     EXPECT_TRUE(pair.damaged());

@@ -30,7 +30,11 @@ void Transport::read_parts(EndpointId endpoint, std::vector<ReadPart> parts, Rea
   for (const ReadPart& part : parts) {
     const ReadToken part_token = kPartToken | ++last_part_;
     part_reads_.emplace(part_token, whole);
-    read(endpoint, part.remote, part.local, part_token);
+    if (part.target != nullptr) {
+      read_to(endpoint, part.remote, part.target, part_token);
+    } else {
+      read(endpoint, part.remote, part.local, part_token);
+    }
   }
 }
 

@@ -24,12 +24,6 @@ namespace shardpull {
 using EndpointId = std::uint32_t;  // never reused in a transport's life; 0 is none
 using ReadToken = std::uint64_t;   // the caller's, below 2^63
 
-// One window of a vectored read, and where it goes: `remote.bytes` bytes at `local`.
-struct ReadPart {
-  RemoteRef remote;
-  std::byte* local = nullptr;
-};
-
 // Takes the bytes of a read as they arrive, instead of memory.
 class ReadTarget {
  public:
@@ -38,6 +32,14 @@ class ReadTarget {
   // comes once before its on_read_done(OK); in any order, from threads of the transport, from several of them
   // at once.
   virtual void take(std::uint64_t offset, std::span<const std::byte> bytes) = 0;
+};
+
+// One window of a vectored read, and where it goes: `remote.bytes` bytes at `local`, or to `target`, only
+// where Transport::can_read_to().
+struct ReadPart {
+  RemoteRef remote;
+  std::byte* local = nullptr;
+  std::shared_ptr<ReadTarget> target = {};
 };
 
 // What progress() reports. Called on the progress thread, from within progress() only.

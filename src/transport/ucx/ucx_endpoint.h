@@ -7,6 +7,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -31,13 +32,14 @@ struct UcxIncoming {
   std::vector<std::byte> data;
 };
 
-// A read that a peer asked for.
+// A read that a peer asked for, or a part of it.
 struct UcxServe {
   std::uint64_t read = 0;
   std::shared_ptr<const UcxBlock> block;
-  std::uint64_t offset = 0;  // in the block
-  std::uint64_t bytes = 0;
-  std::uint64_t sent = 0;
+  std::uint64_t offset = 0;              // of the read in the block
+  std::uint64_t bytes = 0;               // of the read, where the part ends
+  std::uint64_t sent = 0;                // of the read, where the rest of the part begins
+  std::optional<std::size_t> lane = {};  // that sends it
 };
 
 struct UcxOperation;
@@ -81,7 +83,7 @@ struct UcxEndpoint {
   std::uint64_t reads = 0;             // not reported yet
   std::deque<std::uint64_t> fetching;  // reads to fetch, in order
   std::uint32_t gets = 0;              // under way
-  std::deque<UcxServe> serving;        // reads to send, in order
+  std::deque<UcxServe> serving;        // reads to send, in order; those with a lane are the first
   // Under way, by UCX worker: as many as both sides have, none before the hellos.
   std::vector<std::uint32_t> fragments;
 

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <fstream>
 #include <limits>
 #include <optional>
@@ -60,6 +61,8 @@ constexpr std::uint64_t kTcpSegmentBytes = kTcpFragmentBytes + (4u << 10);  // w
 constexpr int kRoundsPerProgress = 256;     // of UCX's own progress, before what it brought is looked at
 constexpr std::size_t kMaxUnproven = 1024;  // accepted peers that have not said hello
 constexpr std::size_t kMaxServes = 65'536;  // reads of one peer waiting
+constexpr std::uint64_t kPageBytes = 4096;
+constexpr std::uint64_t kSharedBytes = 4u << 20;  // left of a read: worth to be halved between UCX workers
 constexpr std::uint64_t kMaxEarlyBytes = 64u << 20;
 constexpr std::size_t kMaxRememberedPeers = 4096;
 constexpr std::int64_t kLetGoNs = kNanosPerSecond;  // for UCX to end what an endpoint has under way
@@ -197,8 +200,9 @@ class UcxTransport final : public Transport {
             std::shared_ptr<ReadTarget> target, ReadToken token);
   void pump_all();
   void pump_serves(UcxEndpoint& endpoint);
+  std::deque<UcxServe>::iterator serve_for(UcxEndpoint& endpoint, std::size_t lane) const;
   void pump_gets(UcxEndpoint& endpoint);
-  void send_fragment(UcxEndpoint& endpoint, UcxServe& serve, std::size_t lane);
+  void send_fragment(UcxEndpoint& endpoint, std::deque<UcxServe>::iterator serve, std::size_t lane);
   void take_from_lanes();
   void settle(EndpointId endpoint, ReadToken token, std::uint64_t bytes, Status status);
 
@@ -737,43 +741,73 @@ void UcxTransport::pump_gets(UcxEndpoint& endpoint) {
   }
 }
 
+// What a lane is to send: the rest of its read, else of the first that none sends, else the second half of
+// what is left of another's, where that is much. So what comes over one lane comes in order, and almost all
+// keys can be summed as they arrive. The end: nothing.
+std::deque<UcxServe>::iterator UcxTransport::serve_for(UcxEndpoint& endpoint, std::size_t lane) const {
+  std::deque<UcxServe>& serving = endpoint.serving;
+  auto serve = serving.begin();
+  for (; serve != serving.end() && serve->lane.has_value(); ++serve)
+    if (*serve->lane == lane) return serve;
+  if (serve != serving.end()) {
+    serve->lane = lane;
+    return serve;
+  }
+  const auto left = [](const UcxServe& each) { return each.bytes - each.sent; };
+  const auto longest =
+      std::max_element(serving.begin(), serving.end(),
+                       [&](const UcxServe& a, const UcxServe& b) { return left(a) < left(b); });
+  if (longest == serving.end() || left(*longest) < kSharedBytes) return serving.end();
+  UcxServe half = *longest;
+  half.lane = lane;
+  half.sent += left(half) / 2 / kPageBytes * kPageBytes;
+  longest->bytes = half.sent;
+  serving.push_front(std::move(half));
+  return serving.begin();
+}
+
 void UcxTransport::pump_serves(UcxEndpoint& endpoint) {
-  while (!endpoint.serving.empty()) {
-    const auto lane = std::min_element(endpoint.fragments.begin(), endpoint.fragments.end());
-    if (*lane >= options_.fragments_in_flight) return;
-    UcxServe& serve = endpoint.serving.front();
-    if (!serve.block->begin_transfer()) {
-      post(endpoint, {.kind = UcxFrameKind::kRefused, .read = serve.read},
+  for (bool sent = true; sent;) {
+    sent = false;
+    for (std::size_t lane = 0; lane < endpoint.fragments.size(); ++lane) {
+      if (endpoint.fragments[lane] >= options_.fragments_in_flight) continue;
+      const auto serve = serve_for(endpoint, lane);
+      if (serve == endpoint.serving.end()) continue;
+      sent = true;
+      if (serve->block->begin_transfer()) {
+        send_fragment(endpoint, serve, lane);
+        continue;
+      }
+      post(endpoint, {.kind = UcxFrameKind::kRefused, .read = serve->read},
            encode(Status(StatusCode::kFailedPrecondition,
                          fmt::format("stale: {} freed the region while it was read", options_.self_name),
                          {.reason = Reason::kWrongState, .fault = Fault::kPeer})));
-      endpoint.serving.pop_front();
-      continue;
+      endpoint.serving.erase(serve);
     }
-    send_fragment(endpoint, serve, static_cast<std::size_t>(lane - endpoint.fragments.begin()));
   }
 }
 
 // Lane 0 is this thread's own worker. `serve` may be gone afterwards.
-void UcxTransport::send_fragment(UcxEndpoint& endpoint, UcxServe& serve, std::size_t lane) {
+void UcxTransport::send_fragment(UcxEndpoint& endpoint, std::deque<UcxServe>::iterator serve,
+                                 std::size_t lane) {
   UcxOperation* const operation = begin(endpoint, UcxOperation::Kind::kFragment);
-  operation->read = serve.read;
-  operation->bytes = std::min(fragment_bytes_, serve.bytes - serve.sent);
-  operation->block = serve.block;
+  operation->read = serve->read;
+  operation->bytes = std::min(fragment_bytes_, serve->bytes - serve->sent);
+  operation->block = serve->block;
   operation->lane_number = lane;
   operation->header = header_of(0, encode(UcxFrame{.kind = UcxFrameKind::kData,
                                                    .token = options_.token,
                                                    .incarnation = options_.incarnation,
-                                                   .read = serve.read,
-                                                   .offset = serve.sent,
+                                                   .read = serve->read,
+                                                   .offset = serve->sent,
                                                    .bytes = operation->bytes}));
   std::memcpy(operation->header.data(), &endpoint.peer_key, sizeof endpoint.peer_key);
-  const std::byte* const from = serve.block->data() + serve.offset + serve.sent;
+  const std::byte* const from = serve->block->data() + serve->offset + serve->sent;
   const std::uint32_t flags =
       operation->bytes <= eager_bytes_ ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
   ++endpoint.fragments[lane];
-  serve.sent += operation->bytes;
-  if (serve.sent == serve.bytes) endpoint.serving.pop_front();
+  serve->sent += operation->bytes;
+  if (serve->sent == serve->bytes) endpoint.serving.erase(serve);
   if (lane > 0) return lanes_[lane - 1]->send(operation, from, flags);
   ucp_request_param_t param = param_of(operation);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_MEMH;

@@ -43,7 +43,7 @@ struct UcxOptions {
   std::string host = "127.0.0.1";
   std::uint16_t port = 0;  // 0: any free one
   std::string interface;   // "eth0", or a list of UCX's device names; empty: see `host`
-  // UCX workers, 1..kMaxUcxWorkers: streams to each peer over which the fragments of reads are spread. The
+  // UCX workers, 1..kMaxUcxWorkers: streams to each peer over which reads are spread, long ones in parts. The
   // first one is driven by progress() and carries all messages; each other one has a thread of its own. Of
   // two peers the smaller number counts. Fetched reads (see Reads) use the first worker alone.
   std::uint32_t workers = 1;

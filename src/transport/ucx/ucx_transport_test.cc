@@ -22,6 +22,7 @@
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
@@ -646,6 +647,57 @@ TEST_F(UcxTransportTest, WaitsForTransfersOutOfAdoptedMemory) {
   const Status why = b.last(Event::kRead).status;
   EXPECT_NE(why.message().find("freed"), std::string::npos) << why.to_string();
   EXPECT_EQ(a.count(Event::kClosed) + b.count(Event::kClosed), 0u);
+}
+
+// Goal: of as many reads as there are streams, each comes over one of them, so in order; a long one that is
+// alone over all.
+TEST_F(UcxTransportTest, ReadsComeInOrderOverSeveralStreams) {
+  class Order final : public ReadTarget {
+   public:
+    void take(std::uint64_t offset, std::span<const std::byte> bytes) override {
+      std::lock_guard lock(mutex_);
+      in_order = in_order && offset == next_;
+      next_ = offset + bytes.size();
+      threads.insert(std::this_thread::get_id());
+    }
+    bool in_order = true;
+    std::set<std::thread::id> threads;
+
+   private:
+    std::mutex mutex_;
+    std::uint64_t next_ = 0;
+  };
+  constexpr std::uint64_t kBytes = 32u << 20;
+  constexpr std::uint32_t kStreams = 3;
+  UcxOptions options = options_of("trainer-0", 1);
+  options.workers = kStreams;
+  Side a(make_ucx_transport(options));
+  options.self_name = "worker-0";
+  Side b(make_ucx_transport(options));
+  const EndpointId b_to_a = introduce(b, *a.transport->listen());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+  const EndpointId a_to_b = a.last(Event::kAccepted).endpoint;
+  const auto memory = *a.transport->allocate(kBytes, "weights");
+  ASSERT_TRUE(a.transport->grant(a_to_b, memory).ok());
+  ASSERT_TRUE(a.transport->send(a_to_b, pull(1), nullptr, 0).ok());
+  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kMessage) == 1; }));
+  const auto read = [&](std::uint64_t bytes) {
+    const auto target = std::make_shared<Order>();
+    b.transport->read_to(b_to_a, {memory->ref().region, memory->ref().generation, 0, bytes}, target, 1);
+    return target;
+  };
+  const auto alone = read(kBytes);
+  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kRead) == 1; }));
+  EXPECT_EQ(alone->threads.size(), kStreams);
+
+  // Short ones are not shared, whenever they come.
+  std::vector<std::shared_ptr<Order>> several;
+  for (std::size_t i = 0; i < 2 * kStreams; ++i) several.push_back(read(3u << 20));
+  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kRead) == 1 + several.size(); }));
+  for (const auto& each : several) {
+    EXPECT_TRUE(each->in_order);
+    EXPECT_EQ(each->threads.size(), 1u);
+  }
 }
 
 // Goal: a read to a target brings every byte once, over one or several streams, and is checked as others are.
