@@ -86,6 +86,7 @@ struct UcxEndpoint {
   std::deque<UcxServe> serving;        // reads to send, in order; those with a lane are the first
   // Under way, by UCX worker: as many as both sides have, none before the hellos.
   std::vector<std::uint32_t> fragments;
+  bool pumped_later = false;  // it is listed to send or fetch more
 
   bool report = false;  // kEnding: whether on_closed is called
   Status why;

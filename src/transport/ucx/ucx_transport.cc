@@ -199,6 +199,9 @@ class UcxTransport final : public Transport {
   void read(EndpointId endpoint, const RemoteRef& remote, std::byte* local,
             std::shared_ptr<ReadTarget> target, ReadToken token);
   void pump_all();
+  void pump_later(UcxEndpoint& endpoint) {
+    if (!std::exchange(endpoint.pumped_later, true)) to_pump_.push_back(endpoint.id);
+  }
   void pump_serves(UcxEndpoint& endpoint);
   std::deque<UcxServe>::iterator serve_for(UcxEndpoint& endpoint, std::size_t lane) const;
   void pump_gets(UcxEndpoint& endpoint);
@@ -223,8 +226,8 @@ class UcxTransport final : public Transport {
   Status wait(std::int64_t timeout_ns);
   std::int64_t next_timer_ns() const;
   bool work_waits() const {
-    return !accepted_.empty() || !to_refuse_.empty() || !greeted_.empty() || !inbox_.empty() || !closed_.empty() ||
-           reads_.has_news() ||
+    return !accepted_.empty() || !to_refuse_.empty() || !greeted_.empty() || !inbox_.empty() ||
+           !closed_.empty() || !to_pump_.empty() || reads_.has_news() ||
            std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->has_done(); });
   }
 
@@ -550,7 +553,7 @@ void UcxTransport::finished(UcxOperation* raw, ucs_status_t status) {
       return;
     case Kind::kFragment:
       --endpoint->fragments[operation->lane_number];
-      to_pump_.push_back(endpoint->id);
+      pump_later(*endpoint);
       // A reader that gave the read up refuses it, and ignores this; every other one must not wait for ever.
       if (status != UCS_OK) to_refuse_.push_back({endpoint->id, operation->read, status});
       return;
@@ -558,7 +561,7 @@ void UcxTransport::finished(UcxOperation* raw, ucs_status_t status) {
     case Kind::kGet: {
       if (operation->kind == Kind::kGet) {
         --endpoint->gets;
-        to_pump_.push_back(endpoint->id);
+        pump_later(*endpoint);
       }
       return reads_.landed(operation->part,
                            status == UCS_OK
@@ -717,6 +720,7 @@ Result<Transport::Mapping> UcxTransport::map(EndpointId, const RemoteRef&) {
 void UcxTransport::pump_all() {
   for (const EndpointId id : std::exchange(to_pump_, {})) {
     if (UcxEndpoint* const endpoint = find_open(id); endpoint != nullptr) {
+      endpoint->pumped_later = false;
       pump_serves(*endpoint);
       pump_gets(*endpoint);
     }
@@ -767,8 +771,10 @@ std::deque<UcxServe>::iterator UcxTransport::serve_for(UcxEndpoint& endpoint, st
 }
 
 void UcxTransport::pump_serves(UcxEndpoint& endpoint) {
-  for (bool sent = true; sent;) {
-    sent = false;
+  // Over TCP a fragment may be over as soon as it is sent. The other lanes, and other peers, have their turn
+  // before many have been.
+  for (std::uint32_t round = 0; round < 2 * options_.fragments_in_flight; ++round) {
+    bool sent = false;
     for (std::size_t lane = 0; lane < endpoint.fragments.size(); ++lane) {
       if (endpoint.fragments[lane] >= options_.fragments_in_flight) continue;
       const auto serve = serve_for(endpoint, lane);
@@ -784,7 +790,9 @@ void UcxTransport::pump_serves(UcxEndpoint& endpoint) {
                          {.reason = Reason::kWrongState, .fault = Fault::kPeer})));
       endpoint.serving.erase(serve);
     }
+    if (!sent) return;
   }
+  pump_later(endpoint);
 }
 
 // Lane 0 is this thread's own worker. `serve` may be gone afterwards.
