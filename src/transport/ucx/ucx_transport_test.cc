@@ -256,45 +256,62 @@ TEST(UcxChild, DISABLED_Reads) {
   }
 }
 
-// Goal: an owner outlives readers that are killed, or stopped and then killed, while all its workers send to
-// them; the end of each is reported once.
-TEST_F(UcxTransportTest, OwnersOutliveKilledReaders) {
-  for (const std::uint32_t workers : {1u, 3u}) {
-    UcxOptions options = options_of("trainer-0", 1);
-    options.workers = workers;
-    Side owner(make_ucx_transport(options));
-    const auto memory = *owner.transport->allocate(kChildBytes, "weights");
+// Grants position-coded bytes to whoever says hello.
+struct Owner {
+  explicit Owner(std::uint32_t workers) : side(make_ucx_transport(options(workers))) {
+    memory = *side.transport->allocate(kChildBytes, "weights");
     for (std::uint64_t i = 0; i < kChildBytes; ++i) memory->ref().address[i] = coded_byte(i);
-    const std::string address = *owner.transport->listen();
-    owner.on_message_hook = [&](EndpointId endpoint, const HotHeader& header) {
+    address = *side.transport->listen();
+    side.on_message_hook = [this](EndpointId endpoint, const HotHeader& header) {
       if (header.type != HotType::kHello) return;
       HotHeader reply;
       reply.type = HotType::kReady;
       reply.target = memory->ref().region;
       reply.seq = memory->ref().generation;
-      owner.transport->grant(endpoint, memory).ignore();
-      owner.transport->send(endpoint, reply, nullptr, 0).ignore();
+      side.transport->grant(endpoint, memory).ignore();
+      side.transport->send(endpoint, reply, nullptr, 0).ignore();
     };
+  }
+  static UcxOptions options(std::uint32_t workers) {
+    UcxOptions options = options_of("trainer-0", 1);
+    options.workers = workers;
+    return options;
+  }
+  // A process that reads from this owner with as many workers.
+  pid_t start_reader(std::uint32_t workers) const {
+    const pid_t reader = fork();
+    if (reader != 0) return reader;
+    setenv("SHARDPULL_TEST_READER", fmt::format("{} {}", address, workers).c_str(), 1);
+    execl("/proc/self/exe", "ucx_child", "--gtest_also_run_disabled_tests", "--gtest_brief=1",
+          "--gtest_output=", "--gtest_filter=UcxChild.DISABLED_Reads", nullptr);
+    _exit(127);
+  }
+
+  Side side;
+  std::shared_ptr<ExportedMemory> memory;
+  std::string address;
+};
+
+// Goal: an owner outlives readers that are killed, or stopped and then killed, while all its workers send to
+// them; the end of each is reported once.
+TEST_F(UcxTransportTest, OwnersOutliveKilledReaders) {
+  for (const std::uint32_t workers : {1u, 3u}) {
+    Owner owner(workers);
+    Side& side = owner.side;
     for (int life = 0; life < 4; ++life) {
-      const pid_t reader = fork();
-      if (reader == 0) {
-        setenv("SHARDPULL_TEST_READER", fmt::format("{} {}", address, workers).c_str(), 1);
-        execl("/proc/self/exe", "ucx_child", "--gtest_also_run_disabled_tests", "--gtest_brief=1",
-              "--gtest_output=", "--gtest_filter=UcxChild.DISABLED_Reads", nullptr);
-        _exit(127);
-      }
-      const std::size_t ended = owner.count(Event::kClosed), told = owner.count(Event::kMessage);
+      const pid_t reader = owner.start_reader(workers);
+      const std::size_t ended = side.count(Event::kClosed), told = side.count(Event::kMessage);
       // Until a round of reads has been checked, and the next one is under way.
-      ASSERT_TRUE(pump({&owner}, [&] { return owner.count(Event::kMessage) == told + 2; }));
+      ASSERT_TRUE(pump({&side}, [&] { return side.count(Event::kMessage) == told + 2; }));
       if (life % 2 == 1) {
         ASSERT_EQ(kill(reader, SIGSTOP), 0);
-        for (int i = 0; i < 50; ++i) ASSERT_TRUE(owner.transport->progress(kNanosPerMilli, owner).ok());
-        if (life == 3) owner.transport->close(owner.last(Event::kMessage).endpoint);
+        for (int i = 0; i < 50; ++i) ASSERT_TRUE(side.transport->progress(kNanosPerMilli, side).ok());
+        if (life == 3) side.transport->close(side.last(Event::kMessage).endpoint);
       }
       ASSERT_EQ(kill(reader, SIGKILL), 0);
       ASSERT_EQ(waitpid(reader, nullptr, 0), reader);
-      ASSERT_TRUE(pump({&owner}, [&] { return owner.transport->counters().endpoints == 0; }));
-      EXPECT_EQ(owner.count(Event::kClosed), life == 3 ? ended : ended + 1);
+      ASSERT_TRUE(pump({&side}, [&] { return side.transport->counters().endpoints == 0; }));
+      EXPECT_EQ(side.count(Event::kClosed), life == 3 ? ended : ended + 1);
     }
   }
 }
@@ -302,27 +319,10 @@ TEST_F(UcxTransportTest, OwnersOutliveKilledReaders) {
 // Goal: an owner outlives readers that are killed right before one of its writes to them, each before another,
 // so that the write is what finds the connection broken.
 TEST_F(UcxTransportTest, OwnersOutliveReadersKilledBeforeAWrite) {
-  Side owner(make_ucx_transport(options_of("trainer-0", 1)));
-  const auto memory = *owner.transport->allocate(kChildBytes, "weights");
-  for (std::uint64_t i = 0; i < kChildBytes; ++i) memory->ref().address[i] = coded_byte(i);
-  const std::string address = *owner.transport->listen();
-  owner.on_message_hook = [&](EndpointId endpoint, const HotHeader& header) {
-    if (header.type != HotType::kHello) return;
-    HotHeader reply;
-    reply.type = HotType::kReady;
-    reply.target = memory->ref().region;
-    reply.seq = memory->ref().generation;
-    owner.transport->grant(endpoint, memory).ignore();
-    owner.transport->send(endpoint, reply, nullptr, 0).ignore();
-  };
+  Owner owner(1);
+  Side& side = owner.side;
   for (std::size_t life = 1; life <= 12; ++life) {
-    pid_t reader = fork();
-    if (reader == 0) {
-      setenv("SHARDPULL_TEST_READER", fmt::format("{} 1", address).c_str(), 1);
-      execl("/proc/self/exe", "ucx_child", "--gtest_also_run_disabled_tests", "--gtest_brief=1",
-            "--gtest_output=", "--gtest_filter=UcxChild.DISABLED_Reads", nullptr);
-      _exit(127);
-    }
+    pid_t reader = owner.start_reader(1);
     std::size_t writes = 0;
     before_send = [&](std::size_t bytes) {
       if (bytes < 4096 || ++writes != life) return;
@@ -330,7 +330,7 @@ TEST_F(UcxTransportTest, OwnersOutliveReadersKilledBeforeAWrite) {
       EXPECT_EQ(waitpid(reader, nullptr, 0), reader);
       reader = 0;
     };
-    const bool over = pump({&owner}, [&] { return owner.count(Event::kClosed) == life; });
+    const bool over = pump({&side}, [&] { return side.count(Event::kClosed) == life; });
     before_send = nullptr;
     if (reader != 0) {
       kill(reader, SIGKILL);
@@ -338,8 +338,8 @@ TEST_F(UcxTransportTest, OwnersOutliveReadersKilledBeforeAWrite) {
     }
     ASSERT_EQ(reader, 0) << life << ": it was not written to";
     ASSERT_TRUE(over) << life;
-    EXPECT_EQ(owner.last(Event::kClosed).status.code(), StatusCode::kUnavailable);
-    EXPECT_EQ(owner.transport->counters().endpoints, 0u);
+    EXPECT_EQ(side.last(Event::kClosed).status.code(), StatusCode::kUnavailable);
+    EXPECT_EQ(side.transport->counters().endpoints, 0u);
   }
 }
 
