@@ -44,7 +44,7 @@ class Arrival final : public ReadTarget {
 
  private:
   void scatter(std::uint64_t offset, std::span<const std::byte> bytes) const;
-  void add(std::uint64_t offset, std::span<const std::byte> bytes);
+  void add(std::uint64_t offset, std::span<const std::byte> bytes) SHARDPULL_REQUIRES(mutex_);
 
   const std::vector<Key> keys_;
   const bool summed_;
