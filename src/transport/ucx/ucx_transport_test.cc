@@ -621,25 +621,40 @@ TEST_F(UcxTransportTest, AdoptsMemory) {
   EXPECT_TRUE(later->ref().region != region || later->ref().generation != generation);
 }
 
+// A trainer and a worker with as many UCX workers each, introduced.
+struct Peers {
+  explicit Peers(std::uint32_t workers) : a(make("trainer-0", workers)), b(make("worker-0", workers)) {
+    b_to_a = introduce(b, *a.transport->listen());
+    EXPECT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
+    a_to_b = a.last(Event::kAccepted).endpoint;
+  }
+  static Result<std::unique_ptr<Transport>> make(const std::string& name, std::uint32_t workers) {
+    UcxOptions options = options_of(name, 1);
+    options.workers = workers;
+    return make_ucx_transport(options);
+  }
+  // Until b knows of it.
+  void grant(const std::shared_ptr<ExportedMemory>& memory) {
+    EXPECT_TRUE(a.transport->grant(a_to_b, memory).ok());
+    EXPECT_TRUE(a.transport->send(a_to_b, pull(1), nullptr, 0).ok());
+    EXPECT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kMessage) == 1; }));
+  }
+
+  Side a, b;
+  EndpointId b_to_a = 0, a_to_b = 0;
+};
+
 // Goal: adopted memory is not let go of while UCX sends from it; a read of what is left fails by name,
 // however many streams carry parts of it.
 TEST_F(UcxTransportTest, WaitsForTransfersOutOfAdoptedMemory) {
   for (const std::uint32_t workers : {1u, 3u}) {
-    UcxOptions options = options_of("trainer-0", 1);
-    options.workers = workers;
-    Side a(make_ucx_transport(options));
-    options.self_name = "worker-0";
-    Side b(make_ucx_transport(options));
-    const EndpointId b_to_a = introduce(b, *a.transport->listen());
-    ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
-    const EndpointId a_to_b = a.last(Event::kAccepted).endpoint;
+    Peers peers(workers);
+    Side &a = peers.a, &b = peers.b;
     auto bytes = std::make_unique<std::vector<std::byte>>(pattern(128u << 20, 9));
     auto memory = *a.transport->adopt(bytes->data(), bytes->size(), "a tensor");
-    ASSERT_TRUE(a.transport->grant(a_to_b, memory).ok());
-    ASSERT_TRUE(a.transport->send(a_to_b, pull(1), nullptr, 0).ok());
-    ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kMessage) == 1; }));
+    peers.grant(memory);
     std::vector<std::byte> landed(bytes->size());
-    b.transport->read(b_to_a, {memory->ref().region, memory->ref().generation, 0, bytes->size()},
+    b.transport->read(peers.b_to_a, {memory->ref().region, memory->ref().generation, 0, bytes->size()},
                       landed.data(), 1);
     // Until the first fragments are under way.
     for (int i = 0; i < 5; ++i) {
@@ -682,21 +697,13 @@ TEST_F(UcxTransportTest, ReadsComeInOrderOverSeveralStreams) {
   };
   constexpr std::uint64_t kBytes = 32u << 20;
   constexpr std::uint32_t kStreams = 3;
-  UcxOptions options = options_of("trainer-0", 1);
-  options.workers = kStreams;
-  Side a(make_ucx_transport(options));
-  options.self_name = "worker-0";
-  Side b(make_ucx_transport(options));
-  const EndpointId b_to_a = introduce(b, *a.transport->listen());
-  ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
-  const EndpointId a_to_b = a.last(Event::kAccepted).endpoint;
+  Peers peers(kStreams);
+  Side &a = peers.a, &b = peers.b;
   const auto memory = *a.transport->allocate(kBytes, "weights");
-  ASSERT_TRUE(a.transport->grant(a_to_b, memory).ok());
-  ASSERT_TRUE(a.transport->send(a_to_b, pull(1), nullptr, 0).ok());
-  ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kMessage) == 1; }));
+  peers.grant(memory);
   const auto read = [&](std::uint64_t bytes) {
     const auto target = std::make_shared<Order>();
-    b.transport->read_to(b_to_a, {memory->ref().region, memory->ref().generation, 0, bytes}, target, 1);
+    b.transport->read_to(peers.b_to_a, {memory->ref().region, memory->ref().generation, 0, bytes}, target, 1);
     return target;
   };
   const auto alone = read(kBytes);
@@ -735,24 +742,15 @@ TEST_F(UcxTransportTest, ReadsToTargets) {
   };
   constexpr std::uint64_t kBytes = 5'000'011;
   for (const std::uint32_t workers : {1u, 3u}) {
-    UcxOptions options = options_of("trainer-0", 1);
-    options.transports = "tcp";
-    options.workers = workers;
-    Side a(make_ucx_transport(options));
-    options.self_name = "worker-0";
-    Side b(make_ucx_transport(options));
+    Peers peers(workers);
+    Side &a = peers.a, &b = peers.b;
     ASSERT_TRUE(b.transport->can_read_to());
-    const EndpointId b_to_a = introduce(b, *a.transport->listen());
-    ASSERT_TRUE(pump({&a, &b}, [&] { return a.count(Event::kMessage) == 1; }));
-    const EndpointId a_to_b = a.last(Event::kAccepted).endpoint;
     const auto memory = *a.transport->allocate(kBytes, "a slot");
     for (std::uint64_t i = 0; i < kBytes; ++i) memory->ref().address[i] = coded_byte(i);
-    ASSERT_TRUE(a.transport->grant(a_to_b, memory).ok());
-    ASSERT_TRUE(a.transport->send(a_to_b, pull(1), nullptr, 0).ok());
-    ASSERT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kMessage) == 1; }));
+    peers.grant(memory);
     const auto read = [&](std::uint64_t offset, std::uint64_t bytes, std::shared_ptr<ReadTarget> target) {
       const std::size_t before = b.count(Event::kRead);
-      b.transport->read_to(b_to_a, {memory->ref().region, memory->ref().generation, offset, bytes},
+      b.transport->read_to(peers.b_to_a, {memory->ref().region, memory->ref().generation, offset, bytes},
                            std::move(target), 1);
       EXPECT_TRUE(pump({&a, &b}, [&] { return b.count(Event::kRead) == before + 1; }));
       return b.last(Event::kRead).status;
@@ -765,10 +763,11 @@ TEST_F(UcxTransportTest, ReadsToTargets) {
       EXPECT_EQ(target.use_count(), 1) << "nothing of the transport holds it after the end";
     }
     EXPECT_EQ(read(kBytes - 1, 2, std::make_shared<Target>(2)).code(), StatusCode::kOutOfRange);
-    a.transport->close(a_to_b);  // with a read under way
+    a.transport->close(peers.a_to_b);  // with a read under way
     const auto target = std::make_shared<Target>(kBytes);
     const std::size_t before = b.count(Event::kRead);
-    b.transport->read_to(b_to_a, {memory->ref().region, memory->ref().generation, 0, kBytes}, target, 2);
+    b.transport->read_to(peers.b_to_a, {memory->ref().region, memory->ref().generation, 0, kBytes}, target,
+                         2);
     EXPECT_TRUE(
         pump({&a, &b}, [&] { return b.count(Event::kRead) == before + 1 && b.count(Event::kClosed) == 1; }));
     EXPECT_FALSE(b.last(Event::kRead).status.ok());
